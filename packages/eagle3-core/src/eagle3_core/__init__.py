@@ -1,0 +1,19 @@
+"""The canonical EAGLE-3 draft: module, vocabulary map, acceptance laws and checkpoints."""
+
+from eagle3_core.attention import AttentionContext, CacheContext, UnrollContext
+from eagle3_core.config import DraftConfig, default_aux_layer_ids
+from eagle3_core.draft import Eagle3Draft
+from eagle3_core.errors import UserError
+from eagle3_core.ops import DraftOps, TorchOps
+
+__all__ = [
+    "AttentionContext",
+    "CacheContext",
+    "DraftConfig",
+    "DraftOps",
+    "Eagle3Draft",
+    "TorchOps",
+    "UnrollContext",
+    "UserError",
+    "default_aux_layer_ids",
+]

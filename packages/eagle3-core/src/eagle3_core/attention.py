@@ -1,0 +1,105 @@
+"""Attention contexts: who owns keys, masks and caches while the draft runs.
+
+The draft calls `context.attend(layer, q, k, v)` with rotated q and k. What the query may see is the
+context's business, so one module serves incremental decoding, training-time-test unrolls and paged caches.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class AttentionContext(Protocol):
+    """`sliding_window` (tokens, own position included; None = all) must equal the draft config's."""
+
+    sliding_window: int | None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B,nq,S,d], k and v [B,nkv,S,d] -> [B,nq,S,d]."""
+        ...
+
+
+class CacheContext:
+    """Incremental decoding of equally long rows: every call appends its keys and attends causally."""
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        self.sliding_window = sliding_window
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def length(self) -> int:
+        """Number of positions held."""
+        return next(iter(self._keys.values())).shape[2] if self._keys else 0
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on."""
+        for store in (self._keys, self._values):
+            for layer, held in store.items():
+                store[layer] = held[:, :, :length]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in self._keys:
+            k = torch.cat([self._keys[layer], k], dim=2)
+            v = torch.cat([self._values[layer], v], dim=2)
+        self._keys[layer], self._values[layer] = k, v
+        rows = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+        allowed = _causal(rows, torch.arange(k.shape[2], device=q.device), self.sliding_window)
+        scores = _scores(q, k).masked_fill(~allowed, -torch.inf)
+        return _mix(scores.softmax(-1), v)
+
+
+class UnrollContext:
+    """Training-time-test unroll (EAGLE-3 paper, section 3.2): the first call is step 0, each later call one step more.
+
+    At step k slot t sees the step-0 keys j <= t of its own document and its own keys of steps 1..k.
+    The plain reference: it allocates [B,nq,S,S] scores at every step.
+    """
+
+    def __init__(self, document_ids: Tensor | None = None, sliding_window: int | None = None) -> None:
+        """`document_ids` [B,S] int: slots see only slots of the same id; None = one document a row."""
+        self.sliding_window = sliding_window
+        self._documents = document_ids
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        keys.append(k)
+        values.append(v)
+        step = len(keys) - 1
+        scores = _scores(q, keys[0]).masked_fill(~self._allowed(q.shape[2], step, q.device), -torch.inf)
+        own = [(q * _per_query_head(key, q)).sum(-1, keepdim=True) * q.shape[-1] ** -0.5 for key in keys[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1)
+        out = _mix(weights[..., : q.shape[2]], values[0])
+        for i, value in enumerate(values[1:]):
+            out = out + weights[..., q.shape[2] + i, None] * _per_query_head(value, q)
+        return out
+
+    def _allowed(self, slots: int, step: int, device: torch.device) -> Tensor:
+        index = torch.arange(slots, device=device)
+        # Slot t stands at position t + step, so the window over step-0 keys narrows as the chain grows.
+        allowed = _causal(index, index, self.sliding_window, ahead=step)
+        if self._documents is not None:
+            same = self._documents[:, :, None] == self._documents[:, None, :]
+            allowed = allowed & same[:, None]
+        return allowed
+
+
+def _causal(rows: Tensor, columns: Tensor, window: int | None, ahead: int = 0) -> Tensor:
+    distance = rows[:, None] - columns[None, :]
+    allowed = distance >= 0
+    return allowed if window is None else allowed & (distance + ahead < window)
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ _per_query_head(k, q).transpose(-1, -2) * q.shape[-1] ** -0.5
+
+
+def _mix(weights: Tensor, v: Tensor) -> Tensor:
+    return weights.to(v.dtype) @ v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)

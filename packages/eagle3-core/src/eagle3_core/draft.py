@@ -1,0 +1,186 @@
+"""The EAGLE-3 draft, defined once: trained by eagle3_train, decoded by eagle3_serve.
+
+Shapes: B batch, S slots, H draft hidden, T target hidden, A aux states, V and D target and draft vocabulary.
+Slot t pairs the target's states at position t with the embedding of token t+1. Parameter names are the
+names in the checkpoint. `DraftConfig` says what each choice means.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eagle3_core.attention import AttentionContext
+from eagle3_core.config import DraftConfig
+from eagle3_core.ops import DraftOps, TorchOps
+
+
+class RMSNorm(nn.Module):
+    """A norm's weight; the arithmetic is in the ops."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class Attention(nn.Module):
+    """Projections and rotary positions; what the queries see is the context's business."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.eps = layer, config.head_dim, config.rms_norm_eps
+        width = config.hidden_size * (2 if config.sees_embedding(layer) else 1)
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps) -> Tensor:
+        """x [B,S,H or 2H] -> [B,S,H]."""
+        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = ops.rms_norm(q, self.q_norm.weight, self.eps)
+            k = ops.rms_norm(k, self.k_norm.weight, self.eps)
+        q, k = ops.rope(q, k, cos, sin)
+        out = context.attend(self.layer, q, k, v)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        hidden, inter, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inter, bias=bias)
+        self.up_proj = nn.Linear(hidden, inter, bias=bias)
+        self.down_proj = nn.Linear(inter, hidden, bias=bias)
+
+    def forward(self, x: Tensor, ops: DraftOps) -> Tensor:
+        """[B,S,H] -> [B,S,H]."""
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer. Layers that see the embedding take cat[input_layernorm(e), hidden_norm(x)]."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.normed_residual = config.residual == "normed"
+        self.input_layernorm = RMSNorm(config.hidden_size)
+        self.hidden_norm = RMSNorm(config.hidden_size) if config.sees_embedding(layer) else None
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size)
+        self.mlp = MLP(config)
+
+    def forward(self, e: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps) -> Tensor:
+        """e and x [B,S,H] -> [B,S,H]; each residual is added exactly once."""
+        residual = x
+        if self.hidden_norm is None:
+            attn_in = ops.rms_norm(x, self.input_layernorm.weight, self.eps)
+        else:
+            attn_in, normed = ops.norm_concat(e, self.input_layernorm.weight, x, self.hidden_norm.weight, self.eps)
+            if self.normed_residual:
+                residual = normed
+        attn_out = self.self_attn(attn_in, cos, sin, context, ops)
+        h, mlp_in = ops.add_rms_norm(residual, attn_out, self.post_attention_layernorm.weight, self.eps)
+        return h + self.mlp(mlp_in, ops)
+
+
+class Eagle3Draft(nn.Module):
+    """The draft model.
+
+    One step: `h = draft(e, x, position_ids, context)`, `draft.logits(h)`, and `draft.feedback(h)` is the next
+    step's x. The first x of a position is `draft.project(aux)`.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DraftConfig, ops: DraftOps | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.ops: DraftOps = TorchOps() if ops is None else ops
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.aux_norm in ("concat", "concat_per_layer"):
+            self.input_norm = RMSNorm(config.aux_width)
+        if config.aux_norm in ("per_layer", "concat_per_layer"):
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size) for _ in range(config.num_aux_hidden_states))
+        if config.has_fc:
+            self.fc = nn.Linear(config.aux_width, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.is_pruned:
+            # Identity until a real map is set; a checkpoint with this placeholder is refused.
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        # In a tuple so that Module.to(bfloat16) cannot round its frequencies.
+        self._rotary = (LlamaRotaryEmbedding(_rope_config(config)),)
+
+    def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
+        """Normal(0, std) matrices, unit norms, zero biases."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=std, generator=generator)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+
+    def project(self, aux: Tensor) -> Tensor:
+        """[B,S,A·T] -> [B,S,H]: aux norm, then fc. For the target's states only, never for fed-back ones."""
+        if aux.shape[-1] != self.config.aux_width:
+            raise ValueError(f"aux states are {aux.shape[-1]} wide, expected {self.config.num_aux_hidden_states} x "
+                             f"{self.config.target_hidden_size} = {self.config.aux_width}")
+        eps = self.config.rms_norm_eps
+        if self.config.aux_norm in ("concat", "concat_per_layer"):
+            aux = self.ops.rms_norm(aux, self.input_norm.weight, eps)
+        if self.config.aux_norm in ("per_layer", "concat_per_layer"):
+            chunks = aux.unflatten(-1, (self.config.num_aux_hidden_states, -1)).unbind(-2)
+            aux = torch.cat([self.ops.rms_norm(c, n.weight, eps) for c, n in zip(chunks, self.fc_norm, strict=True)], -1)
+        return self.fc(aux) if self.config.has_fc else aux
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[B,S] target ids -> [B,S,H]."""
+        return self.embed_tokens(ids)
+
+    def forward(self, e: Tensor, x: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+        """e, x [B,S,H], position_ids [B,S] -> h [B,S,H], before the final norm."""
+        if context.sliding_window != self.config.sliding_window:
+            raise ValueError(f"context has sliding_window {context.sliding_window}, the draft {self.config.sliding_window}")
+        cos, sin = self._rotary[0].to(x.device)(x, position_ids)
+        for layer in self.layers:
+            x = layer(e, x, cos, sin, context, self.ops)
+        return x
+
+    def logits(self, h: Tensor) -> Tensor:
+        """[B,S,H] -> [B,S,D]."""
+        return self.ops.draft_head(h, self.norm.weight, self.config.rms_norm_eps, self.lm_head.weight)
+
+    def feedback(self, h: Tensor) -> Tensor:
+        """[B,S,H] -> [B,S,H]: what the next step takes in place of the projected aux states."""
+        if self.config.feedback == "pre_norm":
+            return h
+        return self.ops.rms_norm(h, self.norm.weight, self.config.rms_norm_eps)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids of any shape -> target ids."""
+        return draft_ids + self.d2t[draft_ids] if self.config.is_pruned else draft_ids
+
+
+def _rope_config(config: DraftConfig) -> LlamaConfig:
+    """The part of a Llama config that transformers' rope tables read."""
+    return LlamaConfig(
+        hidden_size=config.num_attention_heads * config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+    )
