@@ -1,6 +1,7 @@
 """The canonical EAGLE-3 draft: module, vocabulary map, acceptance laws and checkpoints."""
 
 from eagle3_core.attention import AttentionContext, CacheContext, UnrollContext
+from eagle3_core.checkpoint import LoadedDraft, load_draft, save_draft
 from eagle3_core.config import DraftConfig, default_aux_layer_ids
 from eagle3_core.draft import Eagle3Draft
 from eagle3_core.errors import UserError
@@ -12,8 +13,11 @@ __all__ = [
     "DraftConfig",
     "DraftOps",
     "Eagle3Draft",
+    "LoadedDraft",
     "TorchOps",
     "UnrollContext",
     "UserError",
     "default_aux_layer_ids",
+    "load_draft",
+    "save_draft",
 ]

@@ -1,8 +1,8 @@
 """The EAGLE-3 draft, defined once: trained by eagle3_train, decoded by eagle3_serve.
 
-Shapes: B batch, S slots, H draft hidden, T target hidden, A aux states, V and D target and draft vocabulary.
-Slot t pairs the target's states at position t with the embedding of token t+1. Parameter names are the
-names in the checkpoint. `DraftConfig` says what each choice means.
+Shapes: B batch, S slots, H draft hidden, T target hidden, A aux states, V and D target and draft
+vocabulary. Slot t pairs the target's states at position t with the embedding of token t+1. Parameter
+names are the names in the checkpoint. `DraftConfig` says what each choice means.
 """
 
 import torch
@@ -39,7 +39,9 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps
+    ) -> Tensor:
         """x [B,S,H or 2H] -> [B,S,H]."""
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -69,7 +71,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer. Layers that see the embedding take cat[input_layernorm(e), hidden_norm(x)]."""
+    """One decoder layer; one that sees the embedding takes cat[input_layernorm(e), hidden_norm(x)]."""
 
     def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__()
@@ -81,25 +83,37 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size)
         self.mlp = MLP(config)
 
-    def forward(self, e: Tensor, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps) -> Tensor:
+    def forward(
+        self,
+        e: Tensor,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+        ops: DraftOps,
+    ) -> Tensor:
         """e and x [B,S,H] -> [B,S,H]; each residual is added exactly once."""
         residual = x
         if self.hidden_norm is None:
             attn_in = ops.rms_norm(x, self.input_layernorm.weight, self.eps)
         else:
-            attn_in, normed = ops.norm_concat(e, self.input_layernorm.weight, x, self.hidden_norm.weight, self.eps)
+            attn_in, normed = ops.norm_concat(
+                e, self.input_layernorm.weight, x, self.hidden_norm.weight, self.eps
+            )
             if self.normed_residual:
                 residual = normed
         attn_out = self.self_attn(attn_in, cos, sin, context, ops)
-        h, mlp_in = ops.add_rms_norm(residual, attn_out, self.post_attention_layernorm.weight, self.eps)
+        h, mlp_in = ops.add_rms_norm(
+            residual, attn_out, self.post_attention_layernorm.weight, self.eps
+        )
         return h + self.mlp(mlp_in, ops)
 
 
 class Eagle3Draft(nn.Module):
     """The draft model.
 
-    One step: `h = draft(e, x, position_ids, context)`, `draft.logits(h)`, and `draft.feedback(h)` is the next
-    step's x. The first x of a position is `draft.project(aux)`.
+    One step: `h = draft(e, x, position_ids, context)`, `draft.logits(h)`, and `draft.feedback(h)` is
+    the next step's x. The first x of a position is `draft.project(aux)`.
     """
 
     d2t: Tensor
@@ -113,7 +127,9 @@ class Eagle3Draft(nn.Module):
         if config.aux_norm in ("concat", "concat_per_layer"):
             self.input_norm = RMSNorm(config.aux_width)
         if config.aux_norm in ("per_layer", "concat_per_layer"):
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden_size) for _ in range(config.num_aux_hidden_states))
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size) for _ in range(config.num_aux_hidden_states)
+            )
         if config.has_fc:
             self.fc = nn.Linear(config.aux_width, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
@@ -123,8 +139,10 @@ class Eagle3Draft(nn.Module):
             # Identity until a real map is set; a checkpoint with this placeholder is refused.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        # In a tuple so that Module.to(bfloat16) cannot round its frequencies.
-        self._rotary = (LlamaRotaryEmbedding(_rope_config(config)),)
+        # In a tuple so that Module.to(bfloat16) cannot round its frequencies; made on the CPU so that a
+        # draft built on the meta device, whose parameters are then assigned, has real ones.
+        with torch.device("cpu"):
+            self._rotary = (LlamaRotaryEmbedding(_rope_config(config)),)
 
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Normal(0, std) matrices, unit norms, zero biases."""
@@ -135,26 +153,40 @@ class Eagle3Draft(nn.Module):
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
     def project(self, aux: Tensor) -> Tensor:
-        """[B,S,A·T] -> [B,S,H]: aux norm, then fc. For the target's states only, never for fed-back ones."""
+        """[B,S,A·T] -> [B,S,H]: aux norm, then fc. For the target's states, never fed-back ones."""
         if aux.shape[-1] != self.config.aux_width:
-            raise ValueError(f"aux states are {aux.shape[-1]} wide, expected {self.config.num_aux_hidden_states} x "
-                             f"{self.config.target_hidden_size} = {self.config.aux_width}")
+            raise ValueError(
+                f"aux states are {aux.shape[-1]} wide, expected "
+                f"{self.config.num_aux_hidden_states} x {self.config.target_hidden_size} "
+                f"= {self.config.aux_width}"
+            )
         eps = self.config.rms_norm_eps
         if self.config.aux_norm in ("concat", "concat_per_layer"):
             aux = self.ops.rms_norm(aux, self.input_norm.weight, eps)
         if self.config.aux_norm in ("per_layer", "concat_per_layer"):
             chunks = aux.unflatten(-1, (self.config.num_aux_hidden_states, -1)).unbind(-2)
-            aux = torch.cat([self.ops.rms_norm(c, n.weight, eps) for c, n in zip(chunks, self.fc_norm, strict=True)], -1)
+            aux = torch.cat(
+                [
+                    self.ops.rms_norm(c, n.weight, eps)
+                    for c, n in zip(chunks, self.fc_norm, strict=True)
+                ],
+                -1,
+            )
         return self.fc(aux) if self.config.has_fc else aux
 
     def embed(self, ids: Tensor) -> Tensor:
         """[B,S] target ids -> [B,S,H]."""
         return self.embed_tokens(ids)
 
-    def forward(self, e: Tensor, x: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    def forward(
+        self, e: Tensor, x: Tensor, position_ids: Tensor, context: AttentionContext
+    ) -> Tensor:
         """e, x [B,S,H], position_ids [B,S] -> h [B,S,H], before the final norm."""
         if context.sliding_window != self.config.sliding_window:
-            raise ValueError(f"context has sliding_window {context.sliding_window}, the draft {self.config.sliding_window}")
+            raise ValueError(
+                f"context has sliding_window {context.sliding_window}, "
+                f"the draft {self.config.sliding_window}"
+            )
         cos, sin = self._rotary[0].to(x.device)(x, position_ids)
         for layer in self.layers:
             x = layer(e, x, cos, sin, context, self.ops)
@@ -162,7 +194,9 @@ class Eagle3Draft(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         """[B,S,H] -> [B,S,D]."""
-        return self.ops.draft_head(h, self.norm.weight, self.config.rms_norm_eps, self.lm_head.weight)
+        return self.ops.draft_head(
+            h, self.norm.weight, self.config.rms_norm_eps, self.lm_head.weight
+        )
 
     def feedback(self, h: Tensor) -> Tensor:
         """[B,S,H] -> [B,S,H]: what the next step takes in place of the projected aux states."""

@@ -1,0 +1,7 @@
+"""Reading and writing draft checkpoints: the canonical layout and every public producer's."""
+
+from eagle3_core.checkpoint.read import LoadedDraft, load_draft
+from eagle3_core.checkpoint.report import Report
+from eagle3_core.checkpoint.write import save_draft
+
+__all__ = ["LoadedDraft", "Report", "load_draft", "save_draft"]

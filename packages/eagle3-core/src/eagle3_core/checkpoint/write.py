@@ -1,0 +1,148 @@
+"""Writing a checkpoint folder whole or not at all, and the canonical layout."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3_core.config import DraftConfig
+from eagle3_core.draft import Eagle3Draft
+from eagle3_core.errors import UserError
+from eagle3_core.vocab import check_vocab_map
+
+MODEL_TYPE = "eagle3_draft"
+FORMAT_VERSION = 1
+AUX_CONVENTION = "boundary: id c is the residual stream entering layer c"
+WEIGHTS = "model.safetensors"
+
+
+def save_draft(
+    draft: Eagle3Draft, path: str | Path, *, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write the canonical checkpoint: config.json and model.safetensors, dtypes as they are.
+
+    An earlier checkpoint at `path` is replaced once the new one is complete on disk.
+
+    Args:
+        draft: what to save.
+        path: the folder.
+        metadata: JSON-ready facts about the run, kept under `metadata` in config.json.
+
+    Raises:
+        UserError: a weight is NaN or inf, the vocabulary map is unset or wrong, or `path` holds
+            something that is not a checkpoint.
+    """
+    tensors = {n: t.detach().contiguous().cpu() for n, t in draft.state_dict().items()}
+    check_tensors(draft.config, tensors, str(path))
+    write_folder(path, canonical_config(draft.config, metadata), tensors)
+
+
+def canonical_config(
+    config: DraftConfig, metadata: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """config.json of the canonical layout."""
+    head = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["Eagle3Draft"],
+        "format_version": FORMAT_VERSION,
+        "aux_layer_id_convention": AUX_CONVENTION,
+    }
+    return {**head, **config.to_dict(), **({"metadata": dict(metadata)} if metadata else {})}
+
+
+def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse NaN, inf and a broken vocabulary map.
+
+    Raises:
+        UserError: names the tensor and the first bad position.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            refuse_non_finite(tensor, name, where)
+    if config.is_pruned:
+        check_vocab_map(tensors["d2t"], tensors["t2d"], config.vocab_size, f"{where}: d2t")
+
+
+def refuse_non_finite(tensor: Tensor, name: str, where: str, offset: int = 0) -> None:
+    """Raise on the first NaN or inf; `offset` is the flat position of the tensor's start."""
+    bad = ~torch.isfinite(tensor)
+    if bad.any():
+        first = int(bad.flatten().nonzero()[0])
+        raise UserError(
+            f"{where}: {name} holds {tensor.flatten()[first].item()} at flat position "
+            f"{offset + first}, expected finite weights; the training run diverged or the "
+            "file is damaged"
+        )
+
+
+def write_folder(
+    path: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write config.json and model.safetensors beside `path`, then rename into place.
+
+    Raises:
+        UserError: `path` exists and is not a checkpoint folder, or cannot be written.
+    """
+    path = Path(path)
+    _refuse_foreign_folder(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from None
+    try:
+        fresh.chmod(0o755)
+        save_file(dict(tensors), fresh / WEIGHTS, metadata={"format": "pt"})
+        text = json.dumps(config, indent=2, allow_nan=False)
+        (fresh / "config.json").write_text(text + "\n", encoding="utf-8")
+        for item in (fresh / WEIGHTS, fresh / "config.json", fresh):
+            _fsync(item)
+        _swap(fresh, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _refuse_foreign_folder(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"{path}: is a file, expected a folder to write the checkpoint to")
+    extra = sorted(p.name for p in path.iterdir() if p.name not in ("config.json", WEIGHTS))
+    if extra:
+        raise UserError(
+            f"{path}: holds {extra[0]}, so it is not a checkpoint to replace; "
+            "choose another folder or empty this one"
+        )
+
+
+def _swap(fresh: Path, path: Path) -> None:
+    if path.exists():
+        # A folder cannot be renamed onto a full one, so the old one steps aside first.
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+        os.replace(path, old)
+        try:
+            os.replace(fresh, path)
+        except OSError:
+            os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(fresh, path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
