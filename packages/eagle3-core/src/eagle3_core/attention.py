@@ -1,7 +1,8 @@
 """Attention contexts: who owns keys, masks and caches while the draft runs.
 
 The draft calls `context.attend(layer, q, k, v)` with rotated q and k. What the query may see is the
-context's business, so one module serves incremental decoding, training-time-test unrolls and paged caches.
+context's business, so one module serves incremental decoding, training-time-test unrolls and paged
+caches.
 """
 
 from typing import Protocol
@@ -11,7 +12,10 @@ from torch import Tensor
 
 
 class AttentionContext(Protocol):
-    """`sliding_window` (tokens, own position included; None = all) must equal the draft config's."""
+    """Where keys live and what a query sees of them.
+
+    `sliding_window` (tokens, own position included; None = all) must equal the draft config's.
+    """
 
     sliding_window: int | None
 
@@ -21,7 +25,7 @@ class AttentionContext(Protocol):
 
 
 class CacheContext:
-    """Incremental decoding of equally long rows: every call appends its keys and attends causally."""
+    """Incremental decoding of equally long rows: a call appends its keys and attends causally."""
 
     def __init__(self, sliding_window: int | None = None) -> None:
         self.sliding_window = sliding_window
@@ -51,14 +55,17 @@ class CacheContext:
 
 
 class UnrollContext:
-    """Training-time-test unroll (EAGLE-3 paper, section 3.2): the first call is step 0, each later call one step more.
+    """Training-time-test unroll (EAGLE-3 paper, section 3.2): step k is the k-th forward from 0.
 
-    At step k slot t sees the step-0 keys j <= t of its own document and its own keys of steps 1..k.
+    At step k slot t sees the step-0 keys j <= t of its own document and its own keys of steps 1..k,
+    as far as its sliding window reaches from position t + k.
     The plain reference: it allocates [B,nq,S,S] scores at every step.
     """
 
-    def __init__(self, document_ids: Tensor | None = None, sliding_window: int | None = None) -> None:
-        """`document_ids` [B,S] int: slots see only slots of the same id; None = one document a row."""
+    def __init__(
+        self, document_ids: Tensor | None = None, sliding_window: int | None = None
+    ) -> None:
+        """`document_ids` [B,S] int: slots see only slots of the same id; None = one a row."""
         self.sliding_window = sliding_window
         self._documents = document_ids
         self._keys: dict[int, list[Tensor]] = {}
@@ -69,17 +76,24 @@ class UnrollContext:
         keys.append(k)
         values.append(v)
         step = len(keys) - 1
-        scores = _scores(q, keys[0]).masked_fill(~self._allowed(q.shape[2], step, q.device), -torch.inf)
-        own = [(q * _per_query_head(key, q)).sum(-1, keepdim=True) * q.shape[-1] ** -0.5 for key in keys[1:]]
+        scores = _scores(q, keys[0]).masked_fill(
+            ~self._allowed(q.shape[2], step, q.device), -torch.inf
+        )
+        # The own key of step i stands at position t + i: a narrow window leaves the first behind.
+        first = 1 if self.sliding_window is None else max(1, step + 1 - self.sliding_window)
+        own = [
+            (q * _per_query_head(key, q)).sum(-1, keepdim=True) * q.shape[-1] ** -0.5
+            for key in keys[first:]
+        ]
         weights = torch.cat([scores, *own], dim=-1).softmax(-1)
         out = _mix(weights[..., : q.shape[2]], values[0])
-        for i, value in enumerate(values[1:]):
+        for i, value in enumerate(values[first:]):
             out = out + weights[..., q.shape[2] + i, None] * _per_query_head(value, q)
         return out
 
     def _allowed(self, slots: int, step: int, device: torch.device) -> Tensor:
         index = torch.arange(slots, device=device)
-        # Slot t stands at position t + step, so the window over step-0 keys narrows as the chain grows.
+        # Slot t stands at position t + step: its window over step-0 keys narrows with each step.
         allowed = _causal(index, index, self.sliding_window, ahead=step)
         if self._documents is not None:
             same = self._documents[:, :, None] == self._documents[:, None, :]
@@ -102,4 +116,4 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _mix(weights: Tensor, v: Tensor) -> Tensor:
-    return weights.to(v.dtype) @ v.repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+    return weights @ _per_query_head(v, weights)

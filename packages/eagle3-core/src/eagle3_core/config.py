@@ -1,8 +1,9 @@
 """Every semantic choice of an EAGLE-3 draft, stated once, validated once."""
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from eagle3_core.errors import UserError
@@ -12,9 +13,60 @@ AuxNorm = Literal["none", "per_layer", "concat", "concat_per_layer"]
 Residual = Literal["raw", "normed"]
 Feedback = Literal["pre_norm", "post_norm"]
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+# Per rope type, the keys that transformers' tables need beside rope_theta and those they may have.
+# Any other key would be ignored there (mrope_section, partial_rotary_factor of the default type).
+_ROPE_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings"}),
+        frozenset(
+            {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        ),
+    ),
+    "llama3": (
+        frozenset(
+            {
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+            }
+        ),
+        frozenset(),
+    ),
+}
+ROPE_TYPES = tuple(_ROPE_KEYS)
 
-_CHOICES = {"layer_input": LayerInput, "aux_norm": AuxNorm, "residual": Residual, "feedback": Feedback}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "num_hidden_layers",
+    "target_hidden_size",
+    "num_aux_hidden_states",
+    "max_position_embeddings",
+)
+_OPTIONAL_SIZES = ("num_target_layers", "sliding_window")
+_FLAGS = (
+    "has_fc",
+    "fc_bias",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "qk_norm",
+)
+_CHOICES = {
+    "layer_input": LayerInput,
+    "aux_norm": AuxNorm,
+    "residual": Residual,
+    "feedback": Feedback,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,52 +109,69 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         """Normalise containers, then check every rule."""
-        object.__setattr__(self, "rope_parameters", dict(self.rope_parameters))
-        if self.aux_layer_ids is not None:
+        if isinstance(self.rope_parameters, Mapping):
+            object.__setattr__(self, "rope_parameters", dict(self.rope_parameters))
+        if isinstance(self.aux_layer_ids, list):
             object.__setattr__(self, "aux_layer_ids", tuple(self.aux_layer_ids))
-        self._check_sizes()
+        for name in _SIZES:
+            self._require(name, _is_count(getattr(self, name)), "a whole number >= 1")
+        for name in _OPTIONAL_SIZES:
+            value = getattr(self, name)
+            self._require(name, value is None or _is_count(value), "a whole number >= 1, or none")
+        for name in _FLAGS:
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
         for name, choices in _CHOICES.items():
-            _require(name, getattr(self, name) in get_args(choices), getattr(self, name),
-                     "one of " + ", ".join(get_args(choices)))
-        self._check_aux()
-        self._check_rope()
+            options = get_args(choices)
+            self._require(name, getattr(self, name) in options, "one of " + ", ".join(options))
+        self._check_sizes()
+        self._check_aux_layer_ids()
+        self._check_fc()
+        _check_rope(self.rope_parameters)
+
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        _require(name, holds, getattr(self, name), expected)
 
     def _check_sizes(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "vocab_size", "draft_vocab_size", "num_hidden_layers",
-                     "target_hidden_size", "num_aux_hidden_states", "max_position_embeddings"):
-            _require(name, _is_count(getattr(self, name)), getattr(self, name), "a whole number >= 1")
-        for name in ("num_target_layers", "sliding_window"):
-            value = getattr(self, name)
-            _require(name, value is None or _is_count(value), value, "a whole number >= 1, or none")
-        _require("num_attention_heads", self.num_attention_heads % self.num_key_value_heads == 0,
-                 self.num_attention_heads, f"a multiple of num_key_value_heads {self.num_key_value_heads}")
-        _require("head_dim", self.head_dim % 2 == 0, self.head_dim, "an even number, for rotary positions")
-        _require("draft_vocab_size", self.draft_vocab_size <= self.vocab_size, self.draft_vocab_size,
-                 f"at most vocab_size {self.vocab_size}")
-        _require("rms_norm_eps", self.rms_norm_eps > 0, self.rms_norm_eps, "a number above 0")
-        for name in ("has_fc", "fc_bias", "attention_bias", "attention_output_bias", "mlp_bias", "qk_norm"):
-            _require(name, isinstance(getattr(self, name), bool), getattr(self, name), "true or false")
+        self._require(
+            "num_attention_heads",
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"a multiple of num_key_value_heads {self.num_key_value_heads}",
+        )
+        self._require("head_dim", self.head_dim % 2 == 0, "an even number, for rotary positions")
+        self._require(
+            "draft_vocab_size",
+            self.draft_vocab_size <= self.vocab_size,
+            f"at most vocab_size {self.vocab_size}",
+        )
+        self._require("rms_norm_eps", _is_positive(self.rms_norm_eps), "a number above 0")
 
-    def _check_aux(self) -> None:
-        if self.aux_layer_ids is not None:
-            ids, last = self.aux_layer_ids, self.num_target_layers
-            _require("aux_layer_ids", len(ids) == self.num_aux_hidden_states, list(ids),
-                     f"num_aux_hidden_states = {self.num_aux_hidden_states} ids")
-            _require("aux_layer_ids", list(ids) == sorted(set(ids)), list(ids), "ascending ids, none twice")
-            _require("aux_layer_ids", ids[0] >= 0 and (last is None or ids[-1] <= last), list(ids),
-                     f"boundary ids from 0 to num_target_layers {last if last is not None else ''}".rstrip())
-        if not self.has_fc:
-            width = self.num_aux_hidden_states * self.target_hidden_size
-            _require("has_fc", width == self.hidden_size, False,
-                     f"true, since the aux states are {width} wide and hidden_size is {self.hidden_size}")
-            _require("fc_bias", not self.fc_bias, True, "false when has_fc is false")
+    def _check_aux_layer_ids(self) -> None:
+        ids, last = self.aux_layer_ids, self.num_target_layers
+        if ids is None:
+            return
+        whole = isinstance(ids, tuple) and all(_is_count(i) or i == 0 for i in ids)
+        upper = "" if last is None else f" to num_target_layers {last}"
+        self._require("aux_layer_ids", whole, "a list of whole numbers >= 0")
+        self._require(
+            "aux_layer_ids",
+            len(ids) == self.num_aux_hidden_states,
+            f"num_aux_hidden_states = {self.num_aux_hidden_states} ids",
+        )
+        self._require("aux_layer_ids", ids == tuple(sorted(set(ids))), "ascending ids, none twice")
+        self._require(
+            "aux_layer_ids", last is None or ids[-1] <= last, f"boundary ids from 0{upper}"
+        )
 
-    def _check_rope(self) -> None:
-        rope_type = self.rope_parameters.get("rope_type")
-        _require("rope_parameters.rope_type", rope_type in ROPE_TYPES, rope_type, "one of " + ", ".join(ROPE_TYPES))
-        theta = self.rope_parameters.get("rope_theta")
-        _require("rope_parameters.rope_theta", isinstance(theta, int | float) and theta > 0, theta, "a number above 0")
+    def _check_fc(self) -> None:
+        if self.has_fc:
+            return
+        self._require(
+            "has_fc",
+            self.aux_width == self.hidden_size,
+            f"true, since the aux states are {self.aux_width} wide and hidden_size is "
+            f"{self.hidden_size}",
+        )
+        self._require("fc_bias", not self.fc_bias, "false when has_fc is false")
 
     @property
     def aux_width(self) -> int:
@@ -132,19 +201,14 @@ class DraftConfig:
         Raises:
             UserError: unknown key (with the nearest known one), missing key, or a bad value.
         """
-        known = {f.name for f in fields(cls)}
+        known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                raise UserError(f"draft config: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        missing = [n for n in sorted(_REQUIRED) if n not in values]
+                raise UserError(f"draft config: unknown key {key!r}{_near(str(key), known)}")
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
         if missing:
             raise UserError(f"draft config: missing {', '.join(missing)}")
         return cls(**values)
-
-
-_REQUIRED = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "vocab_size", "draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "rope_parameters"}
 
 
 def default_aux_layer_ids(num_target_layers: int) -> tuple[int, ...]:
@@ -155,9 +219,51 @@ def default_aux_layer_ids(num_target_layers: int) -> tuple[int, ...]:
     """
     ids = (2, num_target_layers // 2, num_target_layers - 3)
     if not 2 < ids[1] < ids[2]:
-        raise UserError(f"aux_layer_ids: a target of {num_target_layers} layers has no three default ids; "
-                        f"give boundary ids between 0 and {num_target_layers}")
+        raise UserError(
+            f"aux_layer_ids: a target of {num_target_layers} layers has no three default ids; "
+            f"give boundary ids between 0 and {num_target_layers}"
+        )
     return ids
+
+
+def _check_rope(rope: object) -> None:
+    if not isinstance(rope, Mapping):
+        raise UserError(f"draft config: rope_parameters is {rope!r}, expected a mapping")
+    rope_type = rope.get("rope_type")
+    _require(
+        "rope_parameters.rope_type",
+        rope_type in ROPE_TYPES,
+        rope_type,
+        "one of " + ", ".join(ROPE_TYPES),
+    )
+    required, optional = _ROPE_KEYS[str(rope_type)]
+    known = {"rope_type", "rope_theta"} | required | optional
+    for key, value in rope.items():
+        if key not in known:
+            raise UserError(
+                f"draft config: rope_parameters has the key {key!r} ({value!r}), which rope_type "
+                f"{rope_type!r} does not take{_near(str(key), known)}"
+            )
+    for key in ("rope_theta", *sorted(required)):
+        name, value = f"rope_parameters.{key}", rope.get(key)
+        _require(name, _is_positive(value), value, "a number above 0")
+    for key in sorted(optional & rope.keys()):
+        name, value = f"rope_parameters.{key}", rope[key]
+        if key == "truncate":
+            _require(name, isinstance(value, bool), value, "true or false")
+        else:
+            _require(name, value is None or _is_positive(value), value, "a number above 0, or none")
+
+
+def _near(key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0
 
 
 def _is_count(value: object) -> bool:

@@ -1,8 +1,8 @@
 """The EAGLE-3 draft, defined once: trained by eagle3_train, decoded by eagle3_serve.
 
 Shapes: B batch, S slots, H draft hidden, T target hidden, A aux states, V and D target and draft
-vocabulary. Slot t pairs the target's states at position t with the embedding of token t+1. Parameter
-names are the names in the checkpoint. `DraftConfig` says what each choice means.
+vocabulary. Slot t pairs the target's states at position t with the embedding of token t+1.
+Parameter names are the names in the checkpoint. `DraftConfig` says what each choice means.
 """
 
 import torch
@@ -71,7 +71,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer; one that sees the embedding takes cat[input_layernorm(e), hidden_norm(x)]."""
+    """One decoder layer, over cat[input_layernorm(e), hidden_norm(x)] if it sees embeddings."""
 
     def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class DraftLayer(nn.Module):
 class Eagle3Draft(nn.Module):
     """The draft model.
 
-    One step: `h = draft(e, x, position_ids, context)`, `draft.logits(h)`, and `draft.feedback(h)` is
-    the next step's x. The first x of a position is `draft.project(aux)`.
+    One step: `h = draft(e, x, position_ids, context)`, `draft.logits(h)`, and `draft.feedback(h)`
+    is the next step's x. The first x of a position is `draft.project(aux)`.
     """
 
     d2t: Tensor
@@ -139,8 +139,8 @@ class Eagle3Draft(nn.Module):
             # Identity until a real map is set; a checkpoint with this placeholder is refused.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        # In a tuple so that Module.to(bfloat16) cannot round its frequencies; made on the CPU so that a
-        # draft built on the meta device, whose parameters are then assigned, has real ones.
+        # In a tuple so that Module.to(bfloat16) cannot round its frequencies; made on the CPU so
+        # that a draft built on the meta device, whose parameters are then assigned, has real ones.
         with torch.device("cpu"):
             self._rotary = (LlamaRotaryEmbedding(_rope_config(config)),)
 
@@ -167,7 +167,7 @@ class Eagle3Draft(nn.Module):
             chunks = aux.unflatten(-1, (self.config.num_aux_hidden_states, -1)).unbind(-2)
             aux = torch.cat(
                 [
-                    self.ops.rms_norm(c, n.weight, eps)
+                    self.ops.rms_norm(c, n.get_parameter("weight"), eps)
                     for c, n in zip(chunks, self.fc_norm, strict=True)
                 ],
                 -1,

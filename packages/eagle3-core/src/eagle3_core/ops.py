@@ -1,7 +1,8 @@
 """The draft's fusion points, and their plain torch reference.
 
-A provider of fused kernels implements `DraftOps` and hands it to `Eagle3Draft(config, ops=...)`; the
-module itself stays the same. Norms compute in fp32 (fp64 for fp64 inputs) and return the input's dtype.
+A provider of fused kernels implements `DraftOps` and hands it to `Eagle3Draft(config, ops=...)`;
+the module itself stays the same. Norms compute in fp32 (fp64 for fp64 inputs) and return the
+input's dtype.
 """
 
 from typing import Protocol
@@ -18,11 +19,15 @@ class DraftOps(Protocol):
         """[..., H] -> [..., H]."""
         ...
 
-    def norm_concat(self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """[..., H] twice -> (cat[norm(e), norm(x)] [..., 2H], norm(x) [..., H]). Embedding first."""
+    def norm_concat(
+        self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """[..., H] twice -> (cat[norm(e), norm(x)] [..., 2H], norm(x)). Embedding first."""
         ...
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """-> (residual + delta, norm of that sum)."""
         ...
 
@@ -47,11 +52,15 @@ class TorchOps:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
-    def norm_concat(self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm_concat(
+        self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         normed = self.rms_norm(x, x_weight, eps)
         return torch.cat([self.rms_norm(e, e_weight, eps), normed], dim=-1), normed
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total = residual + delta
         return total, self.rms_norm(total, weight, eps)
 

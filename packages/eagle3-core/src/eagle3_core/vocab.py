@@ -23,7 +23,9 @@ def vocab_map(target_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     kept = target_ids.to(torch.int64).sort().values
     d2t = kept - torch.arange(len(kept))
     if len(kept) and (kept[0] < 0 or kept[-1] >= vocab_size):
-        raise UserError(f"draft vocabulary: ids {kept[0].item()}..{kept[-1].item()} leave 0..{vocab_size - 1}")
+        raise UserError(
+            f"draft vocabulary: ids {kept[0].item()}..{kept[-1].item()} leave 0..{vocab_size - 1}"
+        )
     if (kept[1:] == kept[:-1]).any():
         raise UserError("draft vocabulary: an id stands twice")
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
@@ -40,10 +42,17 @@ def most_frequent(counts: Tensor, size: int, always: tuple[int, ...] = ()) -> Te
         always: ids kept whatever their count, such as end-of-turn.
 
     Raises:
-        UserError: size is not in 1..V, or smaller than `always`.
+        UserError: size is not in 1..V, or smaller than `always`; an `always` id is not in 0..V-1.
     """
+    outside = [i for i in always if not 0 <= i < len(counts)]
+    if outside:
+        raise UserError(
+            f"draft vocabulary: id {outside[0]} is to be kept always, expected 0..{len(counts) - 1}"
+        )
     if not max(1, len(set(always))) <= size <= len(counts):
-        raise UserError(f"draft_vocab_size is {size}, expected {max(1, len(set(always)))}..{len(counts)}")
+        raise UserError(
+            f"draft_vocab_size is {size}, expected {max(1, len(set(always)))}..{len(counts)}"
+        )
     ranked = counts.to(torch.float64).clone()
     ranked[list(always)] = torch.inf
     return torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
@@ -55,21 +64,32 @@ def check_vocab_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: str
     Raises:
         UserError: names the broken rule and the first offending index.
     """
+    if d2t.dim() != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise UserError(
+            f"{where}: {d2t.dtype} of shape {tuple(d2t.shape)}, expected one row of whole numbers"
+        )
     draft_size = len(d2t)
     target_ids = d2t.to(torch.int64) + torch.arange(draft_size)
     if draft_size < vocab_size and not d2t.any():
-        raise UserError(f"{where}: all {draft_size} offsets are zero although the vocabulary has {vocab_size} ids: "
-                        "the map was never set; write the real one, or say d2t=identity if the first ids are meant")
+        raise UserError(
+            f"{where}: all {draft_size} offsets are zero although the vocabulary has {vocab_size} "
+            "ids: the map was never set; write the real one, or say d2t=identity if the first ids "
+            "are meant"
+        )
     bad = ((target_ids < 0) | (target_ids >= vocab_size)).nonzero()
     if len(bad):
         i = int(bad[0])
-        raise UserError(f"{where}[{i}]: {i} + {int(d2t[i])} = {int(target_ids[i])} is not in 0..{vocab_size - 1}; "
-                        "d2t holds offsets, not ids")
+        raise UserError(
+            f"{where}[{i}]: {i} + {int(d2t[i])} = {int(target_ids[i])} is not in "
+            f"0..{vocab_size - 1}; d2t holds offsets, not ids"
+        )
     bad = (target_ids[1:] <= target_ids[:-1]).nonzero()
     if len(bad):
         i = int(bad[0]) + 1
-        raise UserError(f"{where}[{i}]: target id {int(target_ids[i])} does not follow {int(target_ids[i - 1])}; "
-                        "target ids must rise strictly")
+        raise UserError(
+            f"{where}[{i}]: target id {int(target_ids[i])} does not follow "
+            f"{int(target_ids[i - 1])}; target ids must rise strictly"
+        )
     if t2d is not None:
         _check_mask(target_ids, t2d, vocab_size)
 
@@ -82,8 +102,10 @@ def _check_mask(target_ids: Tensor, t2d: Tensor, vocab_size: int) -> None:
     differs = (t2d.bool() != expected).nonzero()
     if len(differs):
         i = int(differs[0])
-        raise UserError(f"t2d[{i}]: {bool(t2d[i])}, but d2t {'maps to' if expected[i] else 'never maps to'} target id {i} "
-                        f"(t2d marks {int(t2d.sum())} ids, d2t holds {len(target_ids)})")
+        raise UserError(
+            f"t2d[{i}]: {bool(t2d[i])}, but d2t {'maps' if expected[i] else 'never maps'} to "
+            f"target id {i} (t2d marks {int(t2d.sum())} ids, d2t holds {len(target_ids)})"
+        )
 
 
 def target_to_draft(d2t: Tensor, vocab_size: int) -> Tensor:
