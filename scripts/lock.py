@@ -1,13 +1,15 @@
-"""Keep uv.lock free of download addresses, so that it resolves on whichever index a user's uv is set to.
+"""Keep uv.lock free of download addresses, so that it resolves on whichever index uv is set to.
 
     scripts/lock.py           resolve, then strip the addresses
-    scripts/lock.py --check   exit 1 when the lock is stale or holds an address
+    scripts/lock.py --check   exit 1 when the lock is stale, or holds an address at HEAD or staged
+    scripts/lock.py --strip   strip the addresses that uv wrote back into the working copy
     scripts/lock.py --clean   filter for git: stdin to stdout, addresses stripped
 
-uv reads the stripped lock as a set of preferred versions and resolves afresh: same versions, no addresses.
+uv reads the stripped lock as a set of preferred versions and resolves afresh: same versions, no
+addresses. Standard library only: `--clean` runs before there is an environment.
 """
 
-import os
+import argparse
 import re
 import subprocess
 import sys
@@ -30,51 +32,68 @@ def locked_versions(text: str) -> set[tuple[str, str]]:
     return set(re.findall(r'^name = "([^"]+)"\nversion = "([^"]+)"', text, flags=re.MULTILINE))
 
 
-def resolve(folder: Path) -> str:
-    """Run `uv lock` on a copy of the workspace's metadata; return the new lock's text."""
-    for source in [ROOT / "pyproject.toml", LOCK, *sorted(ROOT.glob("packages/*/pyproject.toml"))]:
-        if source.exists():
-            copy = folder / source.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(source.read_text())
-    (folder / "wheelhouse").mkdir()
-    subprocess.run(["uv", "lock", "--quiet"], cwd=folder, check=True)
-    return (folder / "uv.lock").read_text()
+def addresses(text: str, where: str) -> list[str]:
+    """One line for each line that holds an address."""
+    numbered = enumerate(text.splitlines(), 1)
+    return [f"{where}:{n}: holds an address" for n, line in numbered if "://" in line]
 
 
-def check(current: str, fresh: str) -> list[str]:
-    """What is wrong with the committed lock, a line each."""
-    faults = [f"uv.lock:{n}: holds an address" for n, line in enumerate(current.splitlines(), 1) if "://" in line]
-    changed = locked_versions(current) ^ locked_versions(fresh)
+def resolve() -> str:
+    """Run `uv lock` on a copy of the workspace's metadata; return the new lock, unstripped.
+
+    Raises:
+        CalledProcessError: uv found no resolution, and said why on stderr.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for source in [ROOT / "pyproject.toml", LOCK, *ROOT.glob("packages/*/pyproject.toml")]:
+            if source.exists():
+                copy = folder / source.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_text(source.read_text())
+        (folder / "wheelhouse").mkdir()
+        subprocess.run(["uv", "lock", "--quiet"], cwd=folder, check=True)
+        return (folder / "uv.lock").read_text()
+
+
+def check() -> list[str]:
+    """What is wrong with the lock, a line each.
+
+    Addresses are looked for in what git holds, at HEAD and staged: uv writes them into the
+    working copy whenever it runs, and that does no harm as long as nobody commits them.
+    """
+    faults = []
+    for revision in ["HEAD:", ":"]:
+        shown = subprocess.run(
+            ["git", "show", f"{revision}uv.lock"], cwd=ROOT, capture_output=True, text=True
+        )
+        faults += addresses(shown.stdout, f"{revision}uv.lock")
+    changed = locked_versions(LOCK.read_text()) ^ locked_versions(resolve())
     if changed:
         names = ", ".join(sorted({name for name, _ in changed})[:8])
-        faults.append(f"uv.lock: stale ({names}); run scripts/lock.py")
+        faults.append(f"uv.lock: stale ({names}); run scripts/lock.py and commit uv.lock")
     return faults
 
 
 def main() -> int:
     """Run the one action asked for."""
-    action = sys.argv[1] if len(sys.argv) > 1 else ""
-    if action == "--clean":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for action in ["check", "strip", "clean"]:
+        parser.add_argument(f"--{action}", dest="action", action="store_const", const=action)
+    action = parser.parse_args().action
+    if action == "clean":
         sys.stdout.write(strip(sys.stdin.read()))
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        fresh = resolve(Path(folder))
-    if action == "--check":
-        # What git would commit, since uv writes addresses back into the working copy.
-        faults = check(strip(LOCK.read_text()) if os.environ.get("LOCK_FROM_WORKTREE") else _committed(), fresh)
+    elif action == "strip":
+        LOCK.write_text(strip(LOCK.read_text()))
+    elif action == "check":
+        faults = check()
         print("\n".join(faults) or "uv.lock: fresh, no addresses")
         return 1 if faults else 0
-    if action:
-        print(__doc__)
-        return 2
-    LOCK.write_text(strip(fresh))
+    else:
+        LOCK.write_text(strip(resolve()))
     return 0
-
-
-def _committed() -> str:
-    shown = subprocess.run(["git", "show", ":uv.lock"], cwd=ROOT, capture_output=True, text=True)
-    return shown.stdout if shown.returncode == 0 else LOCK.read_text()
 
 
 if __name__ == "__main__":
