@@ -5,10 +5,10 @@ vocabulary. Slot t pairs the target's states at position t with the embedding of
 Parameter names are the names in the checkpoint. `DraftConfig` says what each choice means.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3_core.attention import AttentionContext
 from eagle3_core.config import DraftConfig
@@ -139,10 +139,17 @@ class Eagle3Draft(nn.Module):
             # Identity until a real map is set; a checkpoint with this placeholder is refused.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        # In a tuple so that Module.to(bfloat16) cannot round its frequencies; made on the CPU so
-        # that a draft built on the meta device, whose parameters are then assigned, has real ones.
-        with torch.device("cpu"):
-            self._rotary = (LlamaRotaryEmbedding(_rope_config(config)),)
+
+    @cached_property
+    def _rotary(self) -> tuple[nn.Module]:
+        """transformers' rope tables, in a tuple so that Module.to(bfloat16) cannot round them.
+
+        Made on first use: importing them takes seconds, which a reader of shapes need not pay, and a
+        draft built on the meta device gets real ones.
+        """
+        from eagle3_core.rope import rotary_embedding  # noqa: PLC0415
+
+        return (rotary_embedding(self.config),)
 
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Normal(0, std) matrices, unit norms, zero biases."""
@@ -207,14 +214,3 @@ class Eagle3Draft(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft ids of any shape -> target ids."""
         return draft_ids + self.d2t[draft_ids] if self.config.is_pruned else draft_ids
-
-
-def _rope_config(config: DraftConfig) -> LlamaConfig:
-    """The part of a Llama config that transformers' rope tables read."""
-    return LlamaConfig(
-        hidden_size=config.num_attention_heads * config.head_dim,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )
