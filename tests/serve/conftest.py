@@ -1,0 +1,167 @@
+"""A target and a draft whose output is known in closed form, for tests that need exact text.
+
+One token is one UTF-8 byte. Every layer of the target is the identity, so the next token depends on
+the last one alone: p(next) = 0.6, p(next of next) = 0.3, p('_') = 0.05, the rest share 0.05.
+The greedy chain: a-z and A-Z cycle; 0..9, then <eos>; '!' is followed by <im_end>, the second end
+token; the four bytes of U+1F600 cycle; everything else goes to 'a', but <eos> to 'A', so that text
+leaking out behind the end is easy to see. The draft proposes the same chain, except that it is
+wrong after 'e' and cannot propose 'Q'.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from eagle3_core import DraftConfig, Eagle3Draft, save_draft
+from eagle3_core.vocab import vocab_map
+
+BOS, EOS, IM_START, IM_END = range(256, 260)
+V = H = 272  # twelve padding rows that the tokenizer does not know
+EPS = 1e-6
+LAYERS = 4
+MAX_LENGTH = 256
+# RMSNorm of a one-hot vector.
+ONE_HOT = 1 / math.sqrt(1 / H + EPS)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system comes first') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ChainPair:
+    """Folders of the pair, and the chain itself."""
+
+    target: Path
+    draft: Path
+    next_token: tuple[int, ...]
+
+    def greedy(self, last: int, count: int) -> list[int]:
+        """The first `count` tokens that greedy decoding emits after token `last`, ends ignored."""
+        out = []
+        for _ in range(count):
+            last = self.next_token[last]
+            out.append(last)
+        return out
+
+
+@pytest.fixture(scope="session")
+def chain_pair(tmp_path_factory: pytest.TempPathFactory) -> ChainPair:
+    """The pair on disk, written once."""
+    folder = tmp_path_factory.mktemp("chain")
+    chain = _chain()
+    _write_target(folder / "target", chain)
+    _write_draft(folder / "draft", chain)
+    return ChainPair(folder / "target", folder / "draft", tuple(chain))
+
+
+def _chain() -> list[int]:
+    following = [ord("a")] * V
+    for cycle in (b"abcdefghijklmnopqrstuvwxyz", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", "😀".encode()):
+        for i, byte in enumerate(cycle):
+            following[byte] = cycle[(i + 1) % len(cycle)]
+    for digit in b"012345678":
+        following[digit] = digit + 1
+    following[ord("9")], following[EOS], following[ord("!")] = EOS, ord("A"), IM_END
+    return following
+
+
+def _head(chain: list[int], wrong: frozenset[int] = frozenset()) -> torch.Tensor:
+    """[V,H] rows whose logits of a normed one-hot state are log-probabilities."""
+    weight = torch.full((V, H), math.log(0.05 / (V - 3)))
+    weight[ord("_")] = math.log(0.05)
+    for last in range(V):
+        best = ord("#") if last in wrong else chain[last]
+        weight[chain[best], last], weight[best, last] = math.log(0.3), math.log(0.6)
+    return weight / ONE_HOT
+
+
+def _write_target(folder: Path, chain: list[int]) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=EPS,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [EOS, IM_END]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(V))
+        model.lm_head.weight.copy_(_head(chain))
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def _write_draft(folder: Path, chain: list[int]) -> None:
+    """The fed-back state walks the chain: the MLP adds e[next] - e[last] to a one-hot state."""
+    kept = torch.tensor([i for i in range(V) if i != ord("Q")])
+    draft = Eagle3Draft(
+        DraftConfig(
+            hidden_size=H,
+            intermediate_size=H,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=V,
+            draft_vocab_size=len(kept),
+            target_hidden_size=H,
+            num_target_layers=LAYERS,
+            num_aux_hidden_states=3,
+            aux_layer_ids=(1, 2, 3),
+            rms_norm_eps=EPS,
+            max_position_embeddings=MAX_LENGTH,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        )
+    )
+    draft.init_weights()
+    gain = ONE_HOT**2 / (1 + math.exp(-ONE_HOT))  # of SwiGLU, at the one
+    step = torch.zeros(H, H)
+    for last, following in enumerate(chain):
+        step[following, last] += 1 / gain
+        step[last, last] -= 1 / gain
+    layer = draft.layers[0]
+    with torch.no_grad():
+        draft.embed_tokens.weight.copy_(torch.eye(V))
+        draft.fc.weight.copy_(torch.eye(H).repeat(1, 3) / 3)
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.gate_proj.weight.copy_(torch.eye(H))
+        layer.mlp.up_proj.weight.copy_(torch.eye(H))
+        layer.mlp.down_proj.weight.copy_(step)
+        draft.lm_head.weight.copy_(_head(chain, frozenset(b"e"))[kept])
+        draft.d2t, draft.t2d = vocab_map(kept, V)
+    save_draft(draft, folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    specials = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
