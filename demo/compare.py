@@ -1,0 +1,181 @@
+"""Answers of one engine with the draft and one without, side by side in one process."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eagle3_core import Eagle3Draft, load_draft
+from eagle3_core.target import Target, load_target
+from eagle3_serve.config import EngineConfig
+from eagle3_serve.engine import Engine
+from eagle3_serve.prompts import encode_chat, read_prompts
+from eagle3_serve.sampling import SamplingParams
+
+CANDIDATES = (1, 2, 3, 4)  # chain lengths tried
+NUM_TRIAL_PROMPTS = 6
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the draft is worth: rates are tokens per second of wall clock, prefill included."""
+
+    num_prompts: int
+    num_speculative_tokens: int
+    num_identical: int
+    different: list[str]  # ids of the prompts whose answers differ
+    plain_tokens_per_s: float
+    draft_tokens_per_s: float
+    accept_length: float  # tokens per verification
+    acceptance_per_position: list[float]  # share of rounds whose first k proposals all hold
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A held-out prompt, ready for an engine."""
+
+    name: str
+    token_ids: list[int]
+
+
+def compare(
+    target_name: str,
+    out: Path,
+    prompts_file: Path,
+    num_prompts: int,
+    max_tokens: int,
+    console: Console,
+) -> Comparison:
+    """Answer the first prompts of a file in both ways, greedy and in fp32, one at a time.
+
+    The chain length is the fastest of `CANDIDATES` on the first few prompts. The result is kept in
+    `out/comparison.json` and read from there as long as draft, prompts and sizes are the same.
+
+    Raises:
+        UserError: target, draft or prompts cannot be read.
+    """
+    kept = out / "comparison.json"
+    inputs = _fingerprint(out / "draft", prompts_file, target_name, num_prompts, max_tokens)
+    if kept.exists() and (stored := json.loads(kept.read_text()))["inputs"] == inputs:
+        console.print(f"{kept}: already measured")
+        return Comparison(**stored["result"])
+
+    target = load_target(target_name, torch.float32)
+    draft = load_draft(out / "draft", target, dtype=torch.float32).draft
+    rows = read_prompts(prompts_file)[:num_prompts]
+    prompts = [
+        Prompt(
+            row["id"],
+            encode_chat(target.tokenizer, [{"role": "user", "content": row["prompt"]}]),
+        )
+        for row in rows
+    ]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    with _progress(console) as progress:
+        best = _fastest_length(target, draft, prompts[:NUM_TRIAL_PROMPTS], params, progress)
+        result = _measure(target, draft, prompts, params, best, progress)
+    _write(kept, {"inputs": inputs, "result": asdict(result)})
+    return result
+
+
+def _fastest_length(
+    target: Target,
+    draft: Eagle3Draft,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    progress: Progress,
+) -> int:
+    task = progress.add_task("trying chain lengths", total=len(CANDIDATES) * len(prompts))
+    seconds = dict.fromkeys(CANDIDATES, 0.0)
+    engines = {k: _engine(target, draft, k) for k in CANDIDATES}
+    for engine in engines.values():
+        _answer(engine, prompts[0], params)  # the first round allocates
+    for prompt in prompts:  # all lengths on one prompt, then the next: drift hits all alike
+        for k, engine in engines.items():
+            seconds[k] += _answer(engine, prompt, params)[1]
+            progress.advance(task)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _measure(
+    target: Target,
+    draft: Eagle3Draft,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_speculative_tokens: int,
+    progress: Progress,
+) -> Comparison:
+    task = progress.add_task("with and without the draft", total=len(prompts))
+    plain = _engine(target, None, 0)
+    speculative = _engine(target, draft, num_speculative_tokens)
+    _answer(plain, prompts[0], params)
+    _answer(speculative, prompts[0], params)
+    before = speculative.stats.copy()
+    num_tokens, plain_seconds, draft_seconds = 0, 0.0, 0.0
+    different = []
+    for prompt in prompts:
+        expected, seconds = _answer(plain, prompt, params)
+        plain_seconds += seconds
+        found, seconds = _answer(speculative, prompt, params)
+        draft_seconds += seconds
+        num_tokens += len(expected)
+        if found != expected:
+            different.append(prompt.name)
+        progress.advance(task)
+    stats = speculative.stats - before
+    return Comparison(
+        num_prompts=len(prompts),
+        num_speculative_tokens=num_speculative_tokens,
+        num_identical=len(prompts) - len(different),
+        different=different,
+        plain_tokens_per_s=num_tokens / plain_seconds,
+        draft_tokens_per_s=num_tokens / draft_seconds,
+        accept_length=stats.accept_length,
+        acceptance_per_position=list(stats.acceptance_per_position),
+    )
+
+
+def _engine(target: Target, draft: Eagle3Draft | None, num_speculative_tokens: int) -> Engine:
+    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_batch_size=1)
+    return Engine(target, draft, config)
+
+
+def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> tuple[list[int], float]:
+    """Token ids of one answer, and the seconds it took."""
+    start = time.perf_counter()
+    engine.add(prompt.token_ids, params)
+    token_ids: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            token_ids += output.token_ids
+    return token_ids, time.perf_counter() - start
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _fingerprint(draft: Path, prompts_file: Path, *settings: str | int) -> str:
+    digest = hashlib.sha256(repr((settings, CANDIDATES)).encode())
+    for path in [*sorted(draft.glob("*")), prompts_file]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _write(path: Path, content: object) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(part, path)
