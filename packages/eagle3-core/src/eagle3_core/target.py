@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eagle3_core.errors import UserError
+from eagle3_core.errors import UserError, as_user_error
 from eagle3_core.packaged import is_packaged, packaged_target
 
 M = TypeVar("M", bound=nn.Module)
@@ -105,16 +105,16 @@ def load_target(
         raise UserError(f"target {name}: no such directory; give a model directory or a hub id")
     options = {"local_files_only": True} if is_dir else {}
 
-    with _one_line(f"target {name}: config cannot be loaded"):
+    with as_user_error(f"target {name}: config cannot be loaded"):
         config = AutoConfig.from_pretrained(source, **options)
     if config.is_encoder_decoder:
         raise UserError(
             f"target {name}: {config.model_type} is an encoder-decoder, "
             "expected a decoder-only causal LM"
         )
-    with _one_line(f"target {name}: tokenizer cannot be loaded"):
+    with as_user_error(f"target {name}: tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    with _one_line(f"target {name}: model cannot be loaded"):
+    with as_user_error(f"target {name}: model cannot be loaded"):
         # transformers' annotations leave out the pair that output_loading_info makes it return
         model, loading = cast(
             tuple[PreTrainedModel, dict[str, Any]],
@@ -167,17 +167,15 @@ class Capture:
         """The captured states, each [B,S,T], in ascending boundary order; no copies.
 
         Raises:
-            RuntimeError: no forward has completed since the capture began, or the model has since
-                overwritten a captured state in place.
+            RuntimeError: no forward has completed since the capture began, or the model has
+                overwritten a captured state in place (torch cannot tell under inference_mode).
         """
         for key in self._keys:
             if key not in self._states:
-                raise RuntimeError(
-                    f"boundary {key} was not captured: no complete forward in this context"
-                )
+                raise RuntimeError(f"boundary {key}: no complete forward inside this capture")
             state = self._states[key]
             if not state.is_inference() and state._version != self._versions[key]:
-                raise RuntimeError(f"boundary {key} was overwritten in place after it was captured")
+                raise RuntimeError(f"boundary {key}: overwritten in place after its capture")
         return tuple(self._states[key] for key in self._keys)
 
     def _clear(self, *_: object) -> None:
@@ -305,13 +303,3 @@ def _not_found(model: PreTrainedModel, base: nn.Module, what: str, names: tuple[
         f"target: {type(model).__name__} has no {what} that this package knows: "
         f"{type(base).__name__} holds none of {', '.join(names)}"
     )
-
-
-@contextmanager
-def _one_line(what: str) -> Iterator[None]:
-    """Turn a loader's failure into one line; its parsers raise even bare Exception."""
-    try:
-        yield
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise UserError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
