@@ -32,7 +32,7 @@ def head_loss(
     position: Tensor,
     weight: Tensor,
 ) -> HeadLoss:
-    """Cross-entropy of softmax(hidden @ head.T) under the target's distribution over the draft's ids.
+    """Cross-entropy of softmax(hidden @ head.T) under the target's law over the draft's ids.
 
     The target's logits are restricted to D and renormalised: teacher_head holds those D rows.
 

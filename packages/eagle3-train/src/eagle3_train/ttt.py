@@ -1,11 +1,11 @@
-"""The training-time-test unroll (EAGLE-3, section 3.2) over packed documents: which slots it trains.
+"""The training-time-test unroll (EAGLE-3, section 3.2) over packed documents, slot by slot.
 
 S slots in one packed row, K steps. At step k slot t embeds token x[t+1+k], takes the state fed back
 from step k-1, stands at position t+k and predicts x[t+2+k]; its teacher is the state at t+1+k.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -59,6 +59,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def to(self, device: torch.device) -> "Batch":
+        """Move the states; what decides which slots run stays on the CPU."""
+        return replace(self, aux=self.aux.to(device), final=self.final.to(device))
+
     def ahead(self, values: Tensor, by: int) -> Tensor:
         """[S] -> [S]: the value `by` slots later; `remaining` must mask what crosses a document."""
         return values[(torch.arange(len(self)) + by).clamp_(max=len(self) - 1)]
@@ -105,7 +109,7 @@ def unroll(draft: Eagle3Draft, batch: Batch, slots: Tensor) -> Tensor:
     device = batch.aux.device
     running = slots.flip(0).cummax(0).values.flip(0)
     context = PackedUnroll(batch.lengths, draft.config.sliding_window)
-    e = draft.embed(batch.input_ids)
+    e = draft.embed(batch.input_ids.to(device))
     x = draft.project(batch.aux[None])
     # All slots at step 0: later ones see their keys.
     at, kept, states = torch.arange(len(batch)), None, []

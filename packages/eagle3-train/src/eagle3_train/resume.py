@@ -1,0 +1,158 @@
+"""Checkpoints of a run: whole or absent, continued only by the run they belong to.
+
+`step-<n>/` holds the draft in the canonical layout, the optimiser's moments and `state.json`, which
+is written last and lists every other file with its size. A step is a function of the weights, the
+moments, the step number and the seed (no dropout, no noise, data order by seed and epoch), so this
+is all of it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle3_core import Eagle3Draft, UserError, load_draft, save_draft
+
+_STATE = "state.json"
+_OPTIMIZER = "optimizer.safetensors"
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    elapsed: float = 0.0  # seconds of training
+    tokens: int = 0
+
+
+def save_checkpoint(
+    folder: Path,
+    progress: Progress,
+    draft: Eagle3Draft,
+    optimizer: torch.optim.Optimizer,
+    identity: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Write `folder/step-<n>` and then drop all but the newest `keep` complete ones."""
+    final = folder / f"{_PREFIX}{progress.step}"
+    work = folder / f".{final.name}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    save_draft(draft, work / "draft")
+    save_file(_moments(draft, optimizer), work / _OPTIMIZER)
+    files = {
+        str(path.relative_to(work)): path.stat().st_size
+        for path in sorted(work.rglob("*"))
+        if path.is_file()
+    }
+    state = {**vars(progress), "identity": identity, "files": files}
+    write_json(work / _STATE, state)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(work, final)
+    for old in _complete(folder)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_checkpoint(
+    folder: Path, draft: Eagle3Draft, optimizer: torch.optim.Optimizer, identity: Mapping[str, Any]
+) -> Progress:
+    """Continue from the newest complete checkpoint in place; no checkpoint means step 0.
+
+    Raises:
+        UserError: the checkpoint belongs to a run of another config or other data.
+    """
+    complete = _complete(folder)
+    if not complete:
+        return Progress()
+    newest = complete[0]
+    state = json.loads((newest / _STATE).read_text(encoding="utf-8"))
+    refuse_other_run(newest, state["identity"], identity)
+    draft.load_state_dict(load_draft(newest / "draft").draft.state_dict())
+    _restore(draft, optimizer, load_file(newest / _OPTIMIZER))
+    return Progress(state["step"], state["elapsed"], state["tokens"])
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """Step folders that are cut short, so that resuming can say why it passed them over."""
+    return [path for path in _steps(folder) if not _is_complete(path)]
+
+
+def refuse_other_run(where: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise a UserError that names the first setting in which two identities differ."""
+    old, new = _flatten(found), _flatten(json.loads(json.dumps(wanted)))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            raise UserError(
+                f"{where}: written with {key} = {old.get(key)!r}, this run has {new.get(key)!r}; "
+                "restore the old value to continue, or give this run another output folder"
+            )
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that is either complete or absent."""
+    work = path.with_name(f".{path.name}.tmp")
+    with work.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(work, path)
+
+
+def _moments(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in draft.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{kind}/{name}"] = value.detach().cpu().contiguous()
+    return tensors
+
+
+def _restore(
+    draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    parameters = dict(draft.named_parameters())
+    for key, value in tensors.items():
+        kind, name = key.split("/", 1)
+        parameter = parameters[name]
+        # The step count stays where AdamW made it; moments live beside their parameter.
+        device = value.device if kind == "step" else parameter.device
+        optimizer.state[parameter][kind] = value.to(device)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Step folders, newest first."""
+    found = [p for p in folder.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix(_PREFIX)), reverse=True)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in _steps(folder) if _is_complete(path)]
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        return all((path / n).stat().st_size == size for n, size in state["files"].items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
