@@ -1,0 +1,33 @@
+"""What an engine is told once, at start."""
+
+from dataclasses import dataclass
+
+from eagle3_core import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and shape of an engine.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    num_speculative_tokens: int = 3  # K, drafted per round; 0 decodes plainly
+    max_batch_size: int = 8  # requests in one round; the others wait
+    max_model_len: int | None = None  # prompt and answer together; None = what the target can do
+    kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        _require("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _require("max_batch_size", self.max_batch_size, 1)
+        if self.max_model_len is not None:
+            _require("max_model_len", self.max_model_len, 2)
+        if not self.kv_cache_gib > 0:
+            raise UserError(f"kv_cache_gib is {self.kv_cache_gib!r}, expected a number above 0")
+
+
+def _require(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} is {value!r}, expected a whole number >= {least}")

@@ -1,0 +1,93 @@
+"""The draft inside the engine: proposes a chain per request, over keys and values of its own.
+
+Draft slot t pairs the target's states at position t with token t+1, and proposes token t+2. Between
+rounds the slots of all verified tokens hold keys made from the target's true states; a proposal
+appends slots made from fed-back states, which the next `extend` overwrites.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eagle3_core import Eagle3Draft
+from eagle3_serve.kv import KVStore, PackedContext, Segment
+from eagle3_serve.sampling import choose
+from eagle3_serve.scheduler import Request
+
+
+class Drafter:
+    """Runs a draft for a batch of requests."""
+
+    def __init__(self, draft: Eagle3Draft, num_slots: int) -> None:
+        config = draft.config
+        weight = draft.norm.weight
+        self.draft = draft
+        self._device = weight.device
+        self._store = KVStore(
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            num_slots,
+            weight.dtype,
+            weight.device,
+        )
+
+    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
+        """A chain of `depths[i]` tokens for each request; the first is known from `extend`."""
+        chains = [[r.first_draft] if depth else [] for r, depth in zip(requests, depths, strict=True)]
+        for step in range(1, max(depths, default=0)):
+            live = [i for i, depth in enumerate(depths) if depth > step]
+            rows = [requests[i] for i in live]
+            segments = [self._segment(row, r, 1, step - 1) for row, r in enumerate(rows)]
+            tokens = torch.tensor([chains[i][-1] for i in live], device=self._device)
+            states = torch.stack([r.feedback for r in rows])
+            hidden = self._run(tokens, states, segments)
+            # The token proposed at this step stands at position len(tokens) + step.
+            chosen = self._choose(hidden, rows, [len(r.tokens) + step for r in rows])
+            for i, request, token, state in zip(live, rows, chosen, self.draft.feedback(hidden)):
+                chains[i].append(token)
+                request.feedback = state
+        return chains
+
+    def extend(self, requests: Sequence[Request], aux: Tensor, counts: Sequence[int]) -> None:
+        """Fill the slots of newly verified tokens, and propose the next one of each request.
+
+        Args:
+            requests: their `tokens` and `num_held` as after the round.
+            aux: [sum(counts), A·T], the target's states at each request's last `counts[i]` held positions.
+            counts: slots to fill per request.
+        """
+        segments, tokens, first = [], [], 0
+        for request, count in zip(requests, counts, strict=True):
+            segments.append(self._segment(first, request, count, -count))
+            tokens += request.tokens[request.num_held - count + 1 : request.num_held + 1]
+            first += count
+        states = self.draft.project(aux[None])[0]
+        hidden = self._run(torch.tensor(tokens, device=self._device), states, segments)
+        last = hidden[[s.first_row + s.num_rows - 1 for s in segments]]
+        chosen = self._choose(last, requests, [len(r.tokens) for r in requests])
+        for request, token, state in zip(requests, chosen, self.draft.feedback(last), strict=True):
+            request.first_draft, request.feedback = token, state
+
+    def _segment(self, row: int, request: Request, count: int, offset: int) -> Segment:
+        return Segment(row, count, request.slot, request.num_held + offset, self._device)
+
+    def _run(self, tokens: Tensor, states: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """tokens [R], states [R,H] -> [R,H], before the final norm."""
+        positions = torch.cat([s.positions for s in segments])[None]
+        context = PackedContext(self._store, segments, self.draft.config.sliding_window)
+        return self.draft(self.draft.embed(tokens[None]), states[None], positions, context)[0]
+
+    def _choose(
+        self, hidden: Tensor, requests: Sequence[Request], positions: Sequence[int]
+    ) -> list[int]:
+        """The target id that each row [R,H] proposes for the given position."""
+        logits = self.draft.logits(hidden)
+        chosen = logits.argmax(-1)
+        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            if not request.params.is_greedy:
+                # The coin that will choose the target's own token there: where draft and target
+                # agree in distribution they agree in the token.
+                chosen[row] = choose(logits[row, None], request.params, request.coins(position, 1))
+        return self.draft.to_target_ids(chosen).tolist()

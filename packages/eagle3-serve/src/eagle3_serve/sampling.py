@@ -1,0 +1,103 @@
+"""Sampling parameters, and the choice of a token from logits by one coin.
+
+Everything random about a request is a function of (seed, absolute position): position i of a
+request has one coin in [0, 1), and the token there is the inverse of the target's cumulative
+distribution at that coin. Speculation only guesses this token ahead of time, so the text of a seed
+does not depend on the draft, on K, or on who shares the batch.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle3_core import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    The order of application is that of transformers and vLLM: temperature, top_k, top_p.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    max_tokens: int | None = None  # None = what fits in the context
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 or -1 = off
+    top_p: float = 1.0
+    seed: int | None = None  # None = a fresh one for every request
+    stop: tuple[str, ...] = ()  # cut from the text
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every range."""
+        limit = self.max_tokens
+        _require("max_tokens", limit is None or limit >= 1, limit, "a whole number >= 1")
+        valid = math.isfinite(self.temperature) and self.temperature >= 0
+        _require("temperature", valid, self.temperature, "a finite number >= 0")
+        _require("top_k", self.top_k >= -1, self.top_k, "a whole number >= 1, or 0 for off")
+        _require("top_p", 0 < self.top_p <= 1, self.top_p, "a number above 0 and up to 1")
+        _require("stop", all(self.stop), list(self.stop), "texts of at least one character")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, no coin needed."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+def _require(name: str, holds: bool, found: object, expected: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {found!r}, expected {expected}")
+
+
+def coin(seed: int, position: int) -> float:
+    """The coin in [0, 1) of one position; independent of everything but its arguments."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) * 2.0**-53
+
+
+def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """[..., V] logits -> the float64 distribution that is sampled from, after all parameters.
+
+    top_p keeps the smallest set of most likely tokens whose mass reaches it, at least one.
+    """
+    # Maximum first and in float64: no temperature above 0 gives inf or NaN.
+    logits = logits.double()
+    probs = ((logits - logits.amax(-1, keepdim=True)) / params.temperature).softmax(-1)
+    if 0 < params.top_k < probs.shape[-1]:
+        kept = probs.topk(params.top_k)
+        probs = torch.zeros_like(probs).scatter(-1, kept.indices, kept.values)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if params.top_p < 1:
+        ranked, order = probs.sort(-1, descending=True, stable=True)
+        before = ranked.cumsum(-1) - ranked
+        ranked = ranked.masked_fill(before >= params.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, order, ranked)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def inverse_cdf(probs: Tensor, coins: Tensor) -> Tensor:
+    """The token whose stretch of the cumulative distribution holds the coin: [..., V], [...] -> [...].
+
+    A token of probability zero is never chosen, whatever the rounding of the sums.
+    """
+    cdf = probs.cumsum(-1)
+    total = cdf[..., -1:]
+    chosen = torch.searchsorted(cdf, coins[..., None].to(cdf) * total, right=True)
+    last = (cdf < total).sum(-1, keepdim=True)  # the last token of positive probability
+    return torch.minimum(chosen, last)[..., 0]
+
+
+def choose(logits: Tensor, params: SamplingParams, coins: Sequence[float]) -> Tensor:
+    """The token of each row: [R,V] logits and R coins -> [R] ids. Greedy takes no notice of coins."""
+    if params.is_greedy:
+        return logits.argmax(-1)
+    return inverse_cdf(processed_probs(logits, params), torch.tensor(coins, dtype=torch.float64))

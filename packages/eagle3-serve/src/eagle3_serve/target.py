@@ -1,0 +1,116 @@
+"""The target inside the engine: one pass over packed rows, with the engine's own keys and values.
+
+transformers looks attention up by name, and hands extra keyword arguments of the model's forward to
+it; so the round's context travels with the call and no cache object is involved.
+"""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from eagle3_core import UserError
+from eagle3_core.target import Target, capture_boundaries
+from eagle3_serve.kv import KVStore, PackedContext
+
+_ATTENTION = "eagle3_packed"
+# What transformers passes to attention functions and this one takes no notice of: switched off or
+# about training and masks, which the context replaces.
+_NEUTRAL = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions",
+                      "output_hidden_states", "past_key_values", "is_causal", "position_bias"})
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    packed: PackedContext,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [1,nq,R,d], key and value [1,nkv,R,d] -> [1,R,nq,d]."""
+    for name, argument in others.items():
+        if argument is not None and name not in _NEUTRAL:
+            raise UserError(f"target: its attention needs {name!r}, which this engine does not have")
+    out = packed.attend_scaled(module.layer_idx, query, key, value, scaling, sliding_window)
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """The packed context knows what each row sees."""
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, _no_mask)
+
+
+class TargetRunner:
+    """Runs a target over packed rows and captures aux states. A aux states, T hidden, V vocab."""
+
+    def __init__(self, target: Target, aux_layer_ids: Sequence[int] = ()) -> None:
+        """`aux_layer_ids` are boundary ids, ascending.
+
+        Raises:
+            UserError: an aux id is out of range.
+        """
+        self.target = target
+        self._model = target.model
+        self._aux_layer_ids = tuple(aux_layer_ids)
+
+    def new_store(self, num_slots: int) -> KVStore:
+        """Room for the keys and values of `num_slots` positions."""
+        layers, heads, head_dim = kv_shape(self.target)
+        return KVStore(layers, heads, head_dim, num_slots, self._model.dtype, self._model.device)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, context: PackedContext, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One pass.
+
+        Args:
+            token_ids: [R] packed.
+            positions: [R], absolute.
+            context: where the rows' keys and values go.
+            logit_rows: [r] rows whose logits are wanted.
+
+        Returns:
+            logits [r,V] and aux states [R,A·T] (width 0 without aux ids).
+        """
+        with self._packed_attention(), capture_boundaries(self._model, self._aux_layer_ids) as capture:
+            output = self._model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=logit_rows,
+                packed=context,
+            )
+            states = capture.states()
+        aux = torch.cat([s[0] for s in states], -1) if states else output.logits.new_empty(len(token_ids), 0)
+        return output.logits[0], aux
+
+    @contextmanager
+    def _packed_attention(self) -> Any:
+        """The model's own attention is back afterwards: others may use the same target."""
+        config = self.target.config
+        own = config._attn_implementation
+        config._attn_implementation = _ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = own
+
+
+def kv_shape(target: Target) -> tuple[int, int, int]:
+    """(layers, kv heads, head_dim) of a target."""
+    config = target.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return target.num_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
