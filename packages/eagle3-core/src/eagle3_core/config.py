@@ -12,6 +12,7 @@ LayerInput = Literal["first", "every"]
 AuxNorm = Literal["none", "per_layer", "concat", "concat_per_layer"]
 Residual = Literal["raw", "normed"]
 Feedback = Literal["pre_norm", "post_norm"]
+AuxSource = Literal["boundaries", "final_norm"]
 
 # Per rope type, the keys that transformers' tables need beside rope_theta and those they may have.
 # Any other key would be ignored there (mrope_section, partial_rotary_factor of the default type).
@@ -66,6 +67,7 @@ _CHOICES = {
     "aux_norm": AuxNorm,
     "residual": Residual,
     "feedback": Feedback,
+    "aux_source": AuxSource,
 }
 
 
@@ -92,6 +94,9 @@ class DraftConfig:
     num_target_layers: int | None = None
     num_aux_hidden_states: int
     aux_layer_ids: tuple[int, ...] | None = None  # boundary ids, ascending
+    aux_source: AuxSource = (
+        "boundaries"  # final_norm: the one state that feeds the target's lm_head
+    )
     layer_input: LayerInput = "first"  # which layers see the embedding
     aux_norm: AuxNorm = "none"
     residual: Residual = "raw"  # what layer 0's (every layer's) residual path carries
@@ -125,6 +130,7 @@ class DraftConfig:
             self._require(name, getattr(self, name) in options, "one of " + ", ".join(options))
         self._check_sizes()
         self._check_aux_layer_ids()
+        self._check_aux_source()
         self._check_fc()
         _check_rope(self.rope_parameters)
 
@@ -149,7 +155,7 @@ class DraftConfig:
         ids, last = self.aux_layer_ids, self.num_target_layers
         if ids is None:
             return
-        whole = isinstance(ids, tuple) and all(_is_count(i) or i == 0 for i in ids)
+        whole = isinstance(ids, tuple) and all(_is_count(i, least=0) for i in ids)
         upper = "" if last is None else f" to num_target_layers {last}"
         self._require("aux_layer_ids", whole, "a list of whole numbers >= 0")
         self._require(
@@ -161,6 +167,15 @@ class DraftConfig:
         self._require(
             "aux_layer_ids", last is None or ids[-1] <= last, f"boundary ids from 0{upper}"
         )
+
+    def _check_aux_source(self) -> None:
+        if self.aux_source == "final_norm":
+            single = self.num_aux_hidden_states == 1 and self.aux_layer_ids is None
+            self._require(
+                "aux_source",
+                single,
+                "boundaries, unless there is one aux state and no aux_layer_ids",
+            )
 
     def _check_fc(self) -> None:
         if self.has_fc:
@@ -266,8 +281,8 @@ def _is_positive(value: object) -> bool:
     return math.isfinite(value) and value > 0
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _require(name: str, holds: bool, found: object, expected: str) -> None:

@@ -4,22 +4,29 @@
 then reads the weights. Every tensor is used exactly once and every parameter is filled.
 """
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle3_core.checkpoint.dialects import find_dialect
+from eagle3_core.checkpoint.dialects import canonical, clues_of, find_dialect
 from eagle3_core.checkpoint.files import CheckpointFiles
+from eagle3_core.checkpoint.lender import Lender, find_lender
+from eagle3_core.checkpoint.lookup import Lookup
 from eagle3_core.checkpoint.report import Report
+from eagle3_core.checkpoint.resolve import resolve
+from eagle3_core.checkpoint.vocab_map import read_vocab_map
 from eagle3_core.checkpoint.write import refuse_non_finite
 from eagle3_core.config import DraftConfig
 from eagle3_core.draft import Eagle3Draft
 from eagle3_core.errors import UserError
-from eagle3_core.vocab import check_vocab_map
+
+OVERRIDES = (*(f.name for f in fields(DraftConfig)), "rope_theta", "aux_layer_id_convention", "d2t")
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,17 @@ class LoadedDraft:
 
 @dataclass(frozen=True)
 class Reading:
-    """What will be read: `names` maps canonical names to names in the files."""
+    """What will be read: `names` maps canonical names to names in the files.
+
+    `made` holds the vocabulary map, `borrowed` what the target must lend.
+    """
 
     files: CheckpointFiles
     config: DraftConfig
     names: Mapping[str, str]
+    made: Mapping[str, Tensor]
+    borrowed: frozenset[str]
+    lender: Lender | None
     report: Report
 
 
@@ -47,22 +60,29 @@ def load_draft(
     overrides: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoadedDraft:
-    """Read a checkpoint folder.
+    """Read a checkpoint folder of any known producer.
 
     Args:
         path: the folder.
-        target: the target, a loaded transformers model, or a target's folder.
-        overrides: what the caller knows better than the file, by `DraftConfig` field name.
+        target: a `Target`, a transformers model or a target's folder: it is checked against the
+            draft, and lends embeddings and lm_head where the producer leaves them to the target.
+        overrides: what the caller knows better than the file: `DraftConfig` fields, and
+            `rope_theta`, `aux_layer_id_convention` ("boundary" or "output"), `d2t` ("identity").
         dtype: of the floating-point weights; None keeps the file's.
 
     Raises:
         UserError: one line naming file, tensor or key, and what is wrong with it.
     """
     reading = plan_reading(path, target, overrides)
-    tensors = _read_tensors(reading, dtype)
+    tensors = read_tensors(reading)
+    wanted = dtype or _common_dtype(tensors, reading.report)
     with torch.device("meta"):
         draft = Eagle3Draft(reading.config)
-    draft.load_state_dict(tensors, strict=True, assign=True)
+    draft.load_state_dict(
+        {n: t.to(wanted) if t.is_floating_point() else t for n, t in tensors.items()},
+        strict=True,
+        assign=True,
+    )
     return LoadedDraft(draft, reading.config, reading.report)
 
 
@@ -71,20 +91,60 @@ def plan_reading(
     target: object | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Reading:
-    """Everything `load_draft` decides, without reading a weight.
+    """Everything `load_draft` decides, reading headers and vocabulary maps only.
 
     Raises:
         UserError: as `load_draft`.
     """
+    overrides = _check_overrides(overrides or {})
     files = CheckpointFiles.open(path)
-    dialect = find_dialect(files)
-    report = Report(dialect.name, ignored=list(files.ignored))
-    config, names = dialect.resolve(files, report, overrides or {})
-    _account(files, config, names)
-    if config.is_pruned:
-        d2t = files.read(names["d2t"])
-        check_vocab_map(d2t, files.read(names["t2d"]), config.vocab_size, f"{files.folder}: d2t")
-    return Reading(files, config, names, report)
+    dialect, lender = find_dialect(files), find_lender(target)
+    report = Report(dialect.name if dialect else "canonical", ignored=list(files.ignored))
+    fields_only = {k: v for k, v in overrides.items() if k != "d2t"}
+    if dialect is None:
+        where = str(files.folder / "config.json")
+        config = canonical.from_json(files.config, fields_only, where, report)
+        names = {name: name for name in files.tensors}
+        identity = canonical.has_identity_map(files.config)
+    else:
+        for caution in dialect.cautions(clues_of(files)):
+            report.warn(caution)
+        config, names = resolve(Lookup(files, dialect, fields_only, lender, report))
+        identity = False
+    _check_target(files, config, lender)
+    names, borrowed = _account(files, config, names, dialect.borrows if dialect else frozenset())
+    for name in sorted(borrowed):
+        lent = f"not in the file; the target's{'' if lender else ' (to be given)'}"
+        report.decide(name, "borrowed", "target", lent)
+    identity = identity or "d2t" in overrides
+    made = read_vocab_map(files, config, names, report, identity=identity)
+    names = {n: f for n, f in names.items() if n not in ("d2t", "t2d")}
+    return Reading(files, config, names, made, borrowed, lender, report)
+
+
+def read_tensors(reading: Reading) -> dict[str, Tensor]:
+    """All tensors of the draft under canonical names, finite, in the file's dtypes.
+
+    Raises:
+        UserError: NaN or inf, a quantised tensor, or nothing to borrow from.
+    """
+    files = reading.files
+    if reading.borrowed and reading.lender is None:
+        raise UserError(
+            f"{files.folder}: {', '.join(sorted(reading.borrowed))} not in the file, the producer "
+            "leaves it to the target; give the target (--target)"
+        )
+    tensors = dict(reading.made)
+    for name, in_file in reading.names.items():
+        tensor = files.read(in_file)
+        refuse_non_finite(tensor, in_file, str(files.tensors[in_file].file))
+        tensors[name] = tensor
+    if reading.lender is not None:
+        lend = {_EMBED: reading.lender.embeddings, _HEAD: reading.lender.head}
+        for name in reading.borrowed:
+            # A copy: training the draft must not train the target.
+            tensors[name] = lend[name]().clone()
+    return tensors
 
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -94,30 +154,83 @@ def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in draft.state_dict().items()}
 
 
-def _account(files: CheckpointFiles, config: DraftConfig, names: Mapping[str, str]) -> None:
-    expected = expected_shapes(config)
-    unused = sorted(names[n] for n in names.keys() - expected.keys())
-    unfilled = sorted(expected.keys() - names.keys())
-    if unused or unfilled:
-        raise UserError(
-            f"{files.folder}: tensors and config do not match: "
-            f"unused: {', '.join(unused) or 'none'}; unfilled: {', '.join(unfilled) or 'none'}"
-        )
-    for name, shape in expected.items():
-        info = files.tensors[names[name]]
-        if info.shape != shape:
+def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in overrides.items():
+        if name not in OVERRIDES:
+            near = difflib.get_close_matches(name, OVERRIDES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OVERRIDES)}"
+            raise UserError(f"override {name!r} is not known; {hint}")
+        if name == "d2t" and value != canonical.IDENTITY_MAP:
+            raise UserError(f"override d2t is {value!r}, expected {canonical.IDENTITY_MAP!r}")
+        if name == "aux_layer_id_convention" and value not in ("boundary", "output"):
             raise UserError(
-                f"{info.file}: {info.name} has shape {list(info.shape)}, "
-                f"expected {list(shape)} from the config"
+                f"override aux_layer_id_convention is {value!r}, expected 'boundary' or 'output'"
+            )
+        if name == "aux_layer_ids" and not isinstance(value, list | tuple):
+            raise UserError(f"override aux_layer_ids is {value!r}, expected a list of boundary ids")
+    return {k: tuple(v) if k == "aux_layer_ids" else v for k, v in overrides.items()}
+
+
+def _check_target(files: CheckpointFiles, config: DraftConfig, lender: Lender | None) -> None:
+    if lender is None:
+        return
+    where = files.folder / "config.json"
+    for name, ours, theirs in (
+        ("vocab_size", config.vocab_size, lender.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, lender.hidden_size),
+        ("num_target_layers", config.num_target_layers or lender.num_layers, lender.num_layers),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"{where}: {name} is {ours}, but target {lender.name} has {theirs}; "
+                "the draft belongs to another target"
             )
 
 
-def _read_tensors(reading: Reading, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, in_file in reading.names.items():
-        tensor = reading.files.read(in_file)
-        if tensor.is_floating_point():
-            refuse_non_finite(tensor, in_file, str(reading.files.tensors[in_file].file))
-            tensor = tensor.to(dtype or tensor.dtype)
-        tensors[name] = tensor
-    return tensors
+def _account(
+    files: CheckpointFiles,
+    config: DraftConfig,
+    names: Mapping[str, str],
+    borrows: frozenset[str],
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Match names and shapes with the module's; the map's two tensors are checked elsewhere."""
+    expected = {n: s for n, s in expected_shapes(config).items() if n not in ("d2t", "t2d")}
+    held = {n: f for n, f in names.items() if n not in ("d2t", "t2d")}
+    absent = expected.keys() - held.keys()
+    lendable = frozenset(n for n in borrows & absent if _fits_target(n, config))
+    unused = sorted(held[n] for n in held.keys() - expected.keys())
+    unfilled = sorted(absent - lendable)
+    if unused or unfilled:
+        raise UserError(
+            f"{files.folder}: tensors and config do not match: unused: "
+            f"{', '.join(unused) or 'none'}; unfilled: {', '.join(unfilled) or 'none'}"
+        )
+    for name, in_file in held.items():
+        info = files.tensors[in_file]
+        if info.shape != expected[name]:
+            raise UserError(
+                f"{info.file}: {info.name} has shape {list(info.shape)}, expected "
+                f"{list(expected[name])}"
+            )
+        if info.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            raise UserError(
+                f"{info.file}: {info.name} has dtype {info.dtype}, expected a floating-point type "
+                "of 16 bits or more; quantised drafts are not supported"
+            )
+    return dict(names), lendable
+
+
+def _fits_target(name: str, config: DraftConfig) -> bool:
+    """Whether the target's tensor has the draft's shape."""
+    same_width = config.hidden_size == config.target_hidden_size
+    return same_width and not (name == _HEAD and config.is_pruned)
+
+
+def _common_dtype(tensors: Mapping[str, Tensor], report: Report) -> torch.dtype:
+    found = sorted({t.dtype for t in tensors.values() if t.is_floating_point()}, key=str)
+    wide = found[0]
+    for dtype in found[1:]:
+        wide = torch.promote_types(wide, dtype)
+    if len(found) > 1:
+        report.warn(f"weights are {' and '.join(map(str, found))}: all are held as {wide}")
+    return wide

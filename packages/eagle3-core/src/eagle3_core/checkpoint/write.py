@@ -12,14 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3_core.checkpoint.dialects import canonical
 from eagle3_core.config import DraftConfig
 from eagle3_core.draft import Eagle3Draft
 from eagle3_core.errors import UserError
 from eagle3_core.vocab import check_vocab_map
 
-MODEL_TYPE = "eagle3_draft"
-FORMAT_VERSION = 1
-AUX_CONVENTION = "boundary: id c is the residual stream entering layer c"
 WEIGHTS = "model.safetensors"
 
 
@@ -41,20 +39,7 @@ def save_draft(
     """
     tensors = {n: t.detach().contiguous().cpu() for n, t in draft.state_dict().items()}
     check_tensors(draft.config, tensors, str(path))
-    write_folder(path, canonical_config(draft.config, metadata), tensors)
-
-
-def canonical_config(
-    config: DraftConfig, metadata: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """config.json of the canonical layout."""
-    head = {
-        "model_type": MODEL_TYPE,
-        "architectures": ["Eagle3Draft"],
-        "format_version": FORMAT_VERSION,
-        "aux_layer_id_convention": AUX_CONVENTION,
-    }
-    return {**head, **config.to_dict(), **({"metadata": dict(metadata)} if metadata else {})}
+    write_folder(path, canonical.to_json(draft.config, metadata), tensors)
 
 
 def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], where: str) -> None:
