@@ -33,6 +33,7 @@ DTYPES = {
 }
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
 _MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
 _CHUNK = 1 << 22  # elements of a streaming scan, so that memory stays flat
 
@@ -81,9 +82,15 @@ class CheckpointFiles:
         if index is not None:
             tensors, ignored = _open_indexed(index, pickled)
         else:
-            file = _only_candidate(folder)
-            tensors, ignored = _open_file(file, pickled), ()
+            file, ignored = _only_candidate(folder)
+            tensors = _open_file(file, pickled)
         return cls(folder, config, tensors, ignored, pickled)
+
+    @property
+    def where(self) -> Path:
+        """The weight file, or the folder when there are several: for messages."""
+        held = {info.file for info in self.tensors.values()}
+        return held.pop() if len(held) == 1 else self.folder
 
     def read(self, name: str) -> Tensor:
         """The values of one tensor, by its name in the file."""
@@ -129,8 +136,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _only_candidate(folder: Path) -> Path:
-    found = sorted({*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")})
+def _only_candidate(folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """-> (the weights, other files that are left alone)."""
+    every = sorted({*folder.glob("*.safetensors"), *folder.glob("*.bin")})
+    named = [file for file in every if file.name in _SINGLE]
+    found = named or every
     if not found:
         raise UserError(
             f"{folder}: no weights; expected model.safetensors, pytorch_model.bin or an index"
@@ -141,7 +151,8 @@ def _only_candidate(folder: Path) -> Path:
             f"{folder}: {names} could each hold the weights and no index says which; "
             "keep one of them"
         )
-    return found[0]
+    others = tuple(f"{f.name}: not the weights" for f in every if f != found[0])
+    return found[0], others
 
 
 def _open_indexed(

@@ -5,7 +5,7 @@ then reads the weights. Every tensor is used exactly once and every parameter is
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,10 @@ def _account(
     absent = expected.keys() - held.keys()
     lendable = frozenset(n for n in borrows & absent if _fits_target(n, config))
     unused = sorted(held[n] for n in held.keys() - expected.keys())
-    unfilled = sorted(absent - lendable)
+    unfilled = sorted(_as_in_file(n, held.values()) for n in absent - lendable)
     if unused or unfilled:
         raise UserError(
-            f"{files.folder}: tensors and config do not match: unused: "
+            f"{files.where}: tensors and config do not match: unused: "
             f"{', '.join(unused) or 'none'}; unfilled: {', '.join(unfilled) or 'none'}"
         )
     for name, in_file in held.items():
@@ -218,6 +218,12 @@ def _account(
                 "of 16 bits or more; quantised drafts are not supported"
             )
     return dict(names), lendable
+
+
+def _as_in_file(name: str, in_file: Iterable[str]) -> str:
+    """A canonical name in the spelling of the file, for messages."""
+    single = any("midlayer." in other for other in in_file)
+    return name.replace("layers.0.", "midlayer.", 1) if single else name
 
 
 def _fits_target(name: str, config: DraftConfig) -> bool:
