@@ -456,38 +456,3 @@ def test_a_wrong_draft_is_caught(mutant: type[TorchOps], layer_input: str, layer
     check_prefill(make_setup(config))
     with pytest.raises(AssertionError, match="h differs"):
         check_prefill(make_setup(config, mutant()))
-
-
-def test_pruned_ids_are_offsets() -> None:
-    draft = Eagle3Draft(make_config(draft_vocab_size=4))
-    draft.d2t.copy_(torch.tensor([2, 2, 7, 36]))
-    ids = torch.tensor([[3, 0], [1, 2]])
-    assert draft.to_target_ids(ids).tolist() == [[39, 2], [3, 9]]
-    whole = Eagle3Draft(make_config(draft_vocab_size=40))
-    assert whole.to_target_ids(ids).tolist() == ids.tolist()
-    assert not {"d2t", "t2d"} & set(whole.state_dict())
-
-
-def test_wrong_widths_and_windows_are_refused() -> None:
-    draft = Eagle3Draft(make_config(num_aux_hidden_states=3, sliding_window=2))
-    with pytest.raises(ValueError, match="aux states are 32 wide, expected 3 x 16 = 48"):
-        draft.project(torch.zeros(1, 1, 32))
-    x = torch.zeros(1, 1, 16)
-    with pytest.raises(ValueError, match="context has sliding_window None, the draft 2"):
-        draft(x, x, torch.zeros(1, 1, dtype=torch.int64), CacheContext())
-
-
-def test_fresh_weights() -> None:
-    config = make_config(attention_bias=True, mlp_bias=True, aux_norm="per_layer", qk_norm=True)
-    draft = Eagle3Draft(config)
-    draft.init_weights(torch.Generator().manual_seed(0), std=0.5)
-    for name, value in draft.named_parameters():
-        if value.dim() == 1:
-            constant = 0.0 if name.endswith("bias") else 1.0
-            assert (value == constant).all(), name
-    matrices = torch.cat([p.flatten() for p in draft.parameters() if p.dim() == 2])
-    # The standard error of a standard deviation is std / sqrt(2 n): five of them.
-    assert abs(matrices.std().item() - 0.5) < 5 * 0.5 / math.sqrt(2 * len(matrices))
-    again = Eagle3Draft(config)
-    again.init_weights(torch.Generator().manual_seed(0), std=0.5)
-    assert torch.equal(draft.lm_head.weight, again.lm_head.weight)
