@@ -61,7 +61,7 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Rows of the lm_head, V. The tokenizer may know fewer ids (padding rows)."""
-        return len(self.lm_head)
+        return int(self.model.get_output_embeddings().out_features)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -8,12 +8,33 @@ appends slots made from fed-back states, which the next `extend` overwrites.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from eagle3_core import Eagle3Draft
+from eagle3_core import Eagle3Draft, TorchOps
+from eagle3_core.packed import PackedLinear, is_packing_available, pack_linears
 from eagle3_serve.kv import KVStore, PackedContext, Segment
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
+
+
+class PackedOps(TorchOps):
+    """The reference ops with a head packed for a CPU."""
+
+    def __init__(self, lm_head: nn.Linear) -> None:
+        self._head = PackedLinear(lm_head)
+
+    def draft_head(self, h: Tensor, norm_weight: Tensor, eps: float, head: Tensor) -> Tensor:
+        return self._head(self.rms_norm(h, norm_weight, eps))
+
+
+def pack_draft(draft: Eagle3Draft) -> None:
+    """Pack a draft on a CPU in place; it can be run afterwards, not trained or saved."""
+    if draft.norm.weight.device.type == "cpu" and is_packing_available():
+        # The head stays where it is: `logits` reads its weight, which a packed layer would copy.
+        draft.ops = PackedOps(draft.lm_head)
+        pack_linears(draft.layers)
+        if draft.config.has_fc and isinstance(draft.fc, nn.Linear):
+            draft.fc = PackedLinear(draft.fc)
 
 
 class Drafter:
@@ -22,6 +43,7 @@ class Drafter:
     def __init__(self, draft: Eagle3Draft, num_slots: int) -> None:
         config = draft.config
         weight = draft.norm.weight
+        pack_draft(draft)
         self.draft = draft
         self._device = weight.device
         self._store = KVStore(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from eagle3_core import UserError
+from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, capture_boundaries
 from eagle3_serve.kv import KVStore, PackedContext
 
@@ -61,6 +62,8 @@ class TargetRunner:
         Raises:
             UserError: an aux id is out of range.
         """
+        if is_packing_available():
+            pack_linears(target.model)
         self.target = target
         self._model = target.model
         self._aux_layer_ids = tuple(aux_layer_ids)
