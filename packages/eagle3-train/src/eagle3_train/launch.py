@@ -15,11 +15,27 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 _GRACE_SECONDS = 15.0  # from the first failure until the others are killed
 _POLL_SECONDS = 0.1
+_LAUNCHED = "EAGLE3_TRAIN_LAUNCHED"
+_ERROR_KEY = "error"
 
 
 def is_worker() -> bool:
     """Whether this process was started by `launch` or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def report_error(message: str) -> None:
+    """Print a user's mistake; processes that make the same one say it once, through the parent."""
+    if _LAUNCHED not in os.environ:
+        print(message, file=sys.stderr)
+        return
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+    )
+    store.compare_set(_ERROR_KEY, "", message)
 
 
 def launch(arguments: Sequence[str], num_processes: int) -> int:
@@ -38,13 +54,15 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
         )
         for rank in range(num_processes)
     ]
-    forward = [signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT,)]
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     terminate = signal.signal(signal.SIGTERM, lambda *_: _send(processes, signal.SIGTERM))
     try:
         return _wait(processes)
     finally:
         _end(processes)
-        signal.signal(signal.SIGINT, forward[0])
+        if store.check([_ERROR_KEY]):
+            print(store.get(_ERROR_KEY).decode(), file=sys.stderr)
+        signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
 
 
@@ -57,6 +75,7 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        _LAUNCHED: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store is the rendezvous
     }
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)

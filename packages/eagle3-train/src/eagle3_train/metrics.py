@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3_core.accept import AcceptCounts, simulated_accept_length
 from eagle3_train.loss import HeadLoss
 from eagle3_train.ttt import Batch, chain_slots
 
@@ -15,7 +16,7 @@ _FIELDS = (
     "entropy",  # of the teacher, summed over them
     "evaluated",  # slots a served chain could stand at
     "correct",  # of these: the draft's first choice is the target's, out-of-vocabulary is a miss
-    "reached",  # chains whose earlier tokens the text can judge
+    "rounds",  # slots where a whole chain fits, the same number for every step
     "accepted",  # of these: correct at this and at all earlier steps
 )
 
@@ -38,25 +39,27 @@ class StepCounts:
         return self.values[_FIELDS.index(field)]
 
     def summary(self) -> dict[str, Any]:
-        """JSON-ready means for each step, and the simulated accept length of a chain of K."""
-        acceptance = _ratio(self["accepted"], self["reached"])
+        """JSON-ready means for each step, and the simulated accept length of a chain of K.
+
+        The accept length is None where no whole chain fits.
+        """
+        accept = AcceptCounts(int(self["rounds"][0]), tuple(self["accepted"].int().tolist()))
+        divergence = self["cross_entropy"] - self["entropy"]
         return {
-            "loss_per_step": _ratio(self["cross_entropy"], self["supervised"]).tolist(),
-            "kl_per_step": _ratio(
-                self["cross_entropy"] - self["entropy"], self["supervised"]
-            ).tolist(),
-            "accuracy_per_step": _ratio(self["correct"], self["evaluated"]).tolist(),
-            "acceptance_per_step": acceptance.tolist(),
-            "accept_length": 1 + float(acceptance.sum()),
-            "slots": int(self["evaluated"][0]),
+            "loss_per_step": _ratio(self["cross_entropy"], self["supervised"]),
+            "kl_per_step": _ratio(divergence, self["supervised"]),
+            "accuracy_per_step": _ratio(self["correct"], self["evaluated"]),
+            "acceptance_per_position": accept.per_position,
+            "accept_length": accept.accept_length,
+            "num_rounds": accept.num_rounds,
         }
 
 
 def count_steps(batch: Batch, slots: Tensor, result: HeadLoss, target_ids: Tensor) -> StepCounts:
     """Count one batch.
 
-    A chain goes on only over tokens it drafted right, so teacher forcing is exact as long as the
-    text is the target's own first choice; where it is not, the chain's later steps are left out.
+    A chain goes on only over tokens it drafted right, so for text that the target wrote greedily
+    teacher forcing changes nothing about the accept length.
 
     Args:
         batch: on any device.
@@ -67,23 +70,20 @@ def count_steps(batch: Batch, slots: Tensor, result: HeadLoss, target_ids: Tenso
     steps = len(slots)
     chain = chain_slots(batch, steps)
     choice = torch.stack([batch.ahead(batch.argmax, 1 + k) for k in range(steps)])
-    text = torch.stack([batch.ahead(batch.input_ids, 2 + k) for k in range(steps)])
     correct = torch.zeros_like(slots)
     correct[slots] = target_ids.cpu() == choice[slots]
     correct &= chain
-    on_text = (choice == text).cummin(0).values
-    judged = torch.cat([torch.ones_like(on_text[:1]), on_text[:-1]])
-    reached = chain & judged
+    rounds = simulated_accept_length(correct, chain)
     rows = [
-        slots,
-        _scatter(slots, result.cross_entropy),
-        _scatter(slots, result.entropy),
-        chain,
-        correct,
-        reached,
-        reached & correct.cummin(0).values,
+        slots.sum(1),
+        _scatter(slots, result.cross_entropy).sum(1),
+        _scatter(slots, result.entropy).sum(1),
+        chain.sum(1),
+        correct.sum(1),
+        torch.full((steps,), rounds.num_rounds),
+        torch.tensor(rounds.accepted),
     ]
-    return StepCounts(torch.stack([row.double().sum(1) for row in rows]))
+    return StepCounts(torch.stack([row.double() for row in rows]))
 
 
 def _scatter(slots: Tensor, values: Tensor) -> Tensor:
@@ -92,5 +92,5 @@ def _scatter(slots: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-def _ratio(part: Tensor, whole: Tensor) -> Tensor:
-    return part / whole.clamp(min=1)
+def _ratio(part: Tensor, whole: Tensor) -> list[float]:
+    return (part / whole.clamp(min=1)).tolist()

@@ -246,7 +246,7 @@ class Trainer:
         log.write(metrics)
         note = (
             f"loss {metrics['loss']:.3f}  first {metrics['accuracy_per_step'][0]:.3f}  "
-            f"accept {metrics['accept_length']:.2f}  {metrics['tokens_per_s']:.0f} tok/s"
+            f"accept {metrics['accept_length'] or 1:.2f}  {metrics['tokens_per_s']:.0f} tok/s"
         )
         if self._held_out:
             note += f"  held-out accept {self._held_out['accept_length']:.3f}"
