@@ -21,6 +21,7 @@ from eagle3_serve.sampling import SamplingParams
 
 CANDIDATES = (1, 2, 3, 4)  # chain lengths tried
 NUM_TRIAL_PROMPTS = 6
+MAX_MODEL_LEN = 1024  # tokens of prompt and answer; bounds each engine's memory
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Comparison:
     plain_tokens_per_s: float
     draft_tokens_per_s: float
     accept_length: float  # tokens per verification
-    acceptance_per_position: list[float]  # share of rounds whose first k proposals all hold
+    acceptance_per_position: list[float]  # share of the k-th proposals that hold, all before too
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,11 @@ def compare(
     target = load_target(target_name, torch.float32)
     draft = load_draft(out / "draft", target, dtype=torch.float32).draft
     rows = read_prompts(prompts_file)[:num_prompts]
+    # In the demo's files a prompt is what a user says, as `regenerate` takes it too.
     prompts = [
         Prompt(
-            row["id"],
-            encode_chat(target.tokenizer, [{"role": "user", "content": row["prompt"]}]),
+            row.values["id"],
+            encode_chat(target.tokenizer, [{"role": "user", "content": row.values["prompt"]}]),
         )
         for row in rows
     ]
@@ -93,7 +95,7 @@ def _fastest_length(
     progress: Progress,
 ) -> int:
     task = progress.add_task("trying chain lengths", total=len(CANDIDATES) * len(prompts))
-    seconds = dict.fromkeys(CANDIDATES, 0.0)
+    seconds: dict[int, float] = dict.fromkeys(CANDIDATES, 0.0)
     engines = {k: _engine(target, draft, k) for k in CANDIDATES}
     for engine in engines.values():
         _answer(engine, prompts[0], params)  # the first round allocates
@@ -117,7 +119,7 @@ def _measure(
     speculative = _engine(target, draft, num_speculative_tokens)
     _answer(plain, prompts[0], params)
     _answer(speculative, prompts[0], params)
-    before = speculative.stats.copy()
+    speculative.reset_stats()  # the warm-up does not count
     num_tokens, plain_seconds, draft_seconds = 0, 0.0, 0.0
     different = []
     for prompt in prompts:
@@ -129,7 +131,7 @@ def _measure(
         if found != expected:
             different.append(prompt.name)
         progress.advance(task)
-    stats = speculative.stats - before
+    stats = speculative.stats
     return Comparison(
         num_prompts=len(prompts),
         num_speculative_tokens=num_speculative_tokens,
@@ -138,12 +140,14 @@ def _measure(
         plain_tokens_per_s=num_tokens / plain_seconds,
         draft_tokens_per_s=num_tokens / draft_seconds,
         accept_length=stats.accept_length,
-        acceptance_per_position=list(stats.acceptance_per_position),
+        acceptance_per_position=stats.accepted_per_position,
     )
 
 
 def _engine(target: Target, draft: Eagle3Draft | None, num_speculative_tokens: int) -> Engine:
-    config = EngineConfig(num_speculative_tokens=num_speculative_tokens, max_batch_size=1)
+    config = EngineConfig(
+        num_speculative_tokens=num_speculative_tokens, max_batch_size=1, max_model_len=MAX_MODEL_LEN
+    )
     return Engine(target, draft, config)
 
 
