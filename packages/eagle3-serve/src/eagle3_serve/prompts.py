@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,28 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
     return list(token_ids)  # type: ignore[arg-type]
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a prompts file."""
+
+    where: str  # file and line, for messages
+    values: dict[str, Any]  # as read; holds `prompt` or `messages`
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Token ids.
+
+        Raises:
+            UserError: see `encode_text` and `encode_chat`; names the line.
+        """
+        try:
+            if "prompt" in self.values:
+                return encode_text(tokenizer, self.values["prompt"])
+            return encode_chat(tokenizer, self.values["messages"])
+        except UserError as error:
+            raise UserError(f"{self.where}: {error}") from error
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
     """Rows of a JSON-lines file, each `{"prompt": text}` or `{"messages": [...]}`; more keys pass.
 
     Raises:
@@ -72,23 +94,12 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return [_row(f"{path}:{number}", line) for number, line in lines]
 
 
-def encode_row(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[int]:
-    """Token ids of a row of `read_prompts`.
-
-    Raises:
-        UserError: see `encode_text` and `encode_chat`.
-    """
-    if "prompt" in row:
-        return encode_text(tokenizer, row["prompt"])
-    return encode_chat(tokenizer, row["messages"])
-
-
 def is_unicode(text: str) -> bool:
     """Whether `text` can be encoded; JSON escapes can spell lone surrogates, which cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
+def _row(where: str, line: str) -> PromptRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -103,7 +114,7 @@ def _row(where: str, line: str) -> dict[str, Any]:
             raise UserError(f"{where}: prompt is {_kind(row['prompt'])}, expected a string")
     else:
         _check_messages(where, row["messages"])
-    return row
+    return PromptRow(where, row)
 
 
 def _check_messages(where: str, messages: object) -> None:

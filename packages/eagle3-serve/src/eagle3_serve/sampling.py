@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core import UserError
+from eagle3_core.accept import inverse_cdf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = torch.zeros_like(probs).scatter(-1, kept.indices, kept.values)
         probs = probs / probs.sum(-1, keepdim=True)
     if params.top_p < 1:
-        ranked, order = probs.sort(-1, descending=True, stable=True)
+        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ranked.cumsum(-1) - ranked
         ranked = ranked.masked_fill(before >= params.top_p, 0.0)
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
@@ -84,20 +85,9 @@ def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     return probs
 
 
-def inverse_cdf(probs: Tensor, coins: Tensor) -> Tensor:
-    """The token whose stretch of the cumulative distribution holds the coin: [..., V], [...] -> [...].
-
-    A token of probability zero is never chosen, whatever the rounding of the sums.
-    """
-    cdf = probs.cumsum(-1)
-    total = cdf[..., -1:]
-    chosen = torch.searchsorted(cdf, coins[..., None].to(cdf) * total, right=True)
-    last = (cdf < total).sum(-1, keepdim=True)  # the last token of positive probability
-    return torch.minimum(chosen, last)[..., 0]
-
-
 def choose(logits: Tensor, params: SamplingParams, coins: Sequence[float]) -> Tensor:
     """The token of each row: [R,V] logits and R coins -> [R] ids. Greedy takes no notice of coins."""
     if params.is_greedy:
         return logits.argmax(-1)
-    return inverse_cdf(processed_probs(logits, params), torch.tensor(coins, dtype=torch.float64))
+    probs = processed_probs(logits, params)
+    return inverse_cdf(probs, torch.tensor(coins, dtype=torch.float64, device=probs.device))

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle3_serve.engine import TokenOutput
+from eagle3_serve.metrics import RequestStats
+
 
 @dataclass
 class Choice:
@@ -23,29 +26,31 @@ class Choice:
 
 @dataclass
 class Usage:
-    """Token counts of a response, and how speculation fared.
-
-    `accept_length` is tokens emitted per verified round of drafts: accepted drafts + 1.
-    """
+    """Token counts of a response, and how speculation fared over all its choices."""
 
     prompt_tokens: int
     completion_tokens: int = 0
-    num_rounds: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
+    _ended: list[RequestStats] = field(default_factory=list)
+
+    def add(self, output: TokenOutput) -> None:
+        """Count one output of the engine."""
+        self.completion_tokens += len(output.token_ids)
+        if output.finish_reason is not None:  # only then has the engine stopped counting
+            self._ended.append(output.stats)
 
     def body(self) -> dict[str, Any]:
         """The `usage` object; `speculation` is this server's extension."""
-        rounds = self.num_rounds
+        rounds = sum(stats.num_rounds for stats in self._ended)
+        emitted = sum(stats.num_round_tokens for stats in self._ended)
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "speculation": {
-                "accept_length": 1 + self.num_accepted_tokens / rounds if rounds else 1.0,
+                "accept_length": emitted / rounds if rounds else 1.0,
                 "num_rounds": rounds,
-                "num_drafted_tokens": self.num_drafted_tokens,
-                "num_accepted_tokens": self.num_accepted_tokens,
+                "num_drafted_tokens": sum(stats.num_drafted_tokens for stats in self._ended),
+                "num_accepted_tokens": sum(stats.num_accepted_tokens for stats in self._ended),
             },
         }
 

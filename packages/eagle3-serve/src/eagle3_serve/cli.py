@@ -1,0 +1,146 @@
+"""Command line of eagle3-serve: arguments in, exit status out."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage text in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    parser = _Parser(
+        prog="eagle3-serve",
+        description="Decodes a target model with an EAGLE-3 draft; the output is the target's own.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser(
+        "serve",
+        help="answer OpenAI-compatible requests over HTTP",
+        description="Answers OpenAI-compatible requests over HTTP until SIGINT or SIGTERM.",
+    )
+    _add_engine_arguments(serve)
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    serve.add_argument(
+        "--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)"
+    )
+    serve.add_argument("--api-key", type=_not_empty, help="key that clients must send")
+    serve.add_argument(
+        "--json", action="store_true", help="when ready, print one JSON object on stdout"
+    )
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer a file of prompts",
+        description="Answers a file of prompts and reports speed and acceptance.",
+    )
+    _add_engine_arguments(generate)
+    generate.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help='rows {"prompt": text} or {"messages": [{"role", "content"}, ...]}',
+    )
+    generate.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="the same rows with text, token_ids, finish_reason and token counts",
+    )
+    generate.add_argument(
+        "--max-tokens", type=_count(1), default=256, help="per answer (default: %(default)s)"
+    )
+    generate.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="0 is greedy (default: %(default)s)"
+    )
+    generate.add_argument(
+        "--seed", type=int, help="of row 0; row i uses SEED + i (default: not reproducible)"
+    )
+    generate.add_argument(
+        "--json", action="store_true", help="print the figures as one JSON object on stdout"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    # Torch and the web framework take seconds to import; --help and typing errors need not wait.
+    from eagle3_core import UserError  # noqa: PLC0415
+    from eagle3_serve import commands  # noqa: PLC0415
+
+    run = {"serve": commands.serve, "generate": commands.generate}[arguments.command]
+    try:
+        run(arguments)
+    except UserError as error:
+        print(f"eagle3-serve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="folder or hub id of the target model")
+    parser.add_argument(
+        "--draft",
+        type=Path,
+        metavar="DIR",
+        help="the draft's checkpoint; without it, plain decoding",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of target and draft (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=_count(0),
+        metavar="K",
+        help="tokens drafted per round; 0 is plain decoding (default: 3 with a draft)",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=_count(1),
+        default=8,
+        metavar="B",
+        help="requests decoded together (default: %(default)s)",
+    )
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return int(text)
+
+    return parse
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
+    return value
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the key is empty")
+    return text

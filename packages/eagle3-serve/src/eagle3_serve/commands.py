@@ -1,0 +1,142 @@
+"""What the commands of eagle3-serve do."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from eagle3_core import UserError, load_draft
+from eagle3_core.target import Target, load_target
+from eagle3_serve.config import EngineConfig
+from eagle3_serve.engine import Engine
+from eagle3_serve.generate import generate as decode_all
+from eagle3_serve.prompts import read_prompts
+from eagle3_serve.sampling import SamplingParams
+from eagle3_serve.server import EngineWorker, create_app, listen, run
+
+_STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serve until a signal.
+
+    Raises:
+        UserError: the address, the target, the draft or their combination cannot be used.
+    """
+    with listen(args.host, args.port) as listener:
+        target, engine = _load(args)
+        worker = EngineWorker(engine)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+        def ready() -> None:
+            facts = {"url": url, "host": host, "port": port, "model": target.name}
+            if args.json:
+                print(json.dumps(facts), flush=True)
+            _STDERR.print(f"ready: {url}/v1 serves {target.name}")
+
+        run(create_app(worker, target, args.api_key), worker, listener, ready)
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Answer a file of prompts.
+
+    Raises:
+        UserError: a file, the target, the draft or their combination cannot be used; nothing has
+            been written then.
+    """
+    rows = read_prompts(args.prompts)
+    _check_output(args.out)
+    target, engine = _load(args)
+    prompts = [row.encode(target.tokenizer) for row in rows]
+    params = [
+        SamplingParams(
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            seed=None if args.seed is None else args.seed + i,
+        )
+        for i in range(len(rows))
+    ]
+    with _progress() as progress:
+        task = progress.add_task("generate", total=len(rows))
+        outputs, figures = decode_all(
+            engine, prompts, params, lambda _, ended: progress.advance(task, int(ended))
+        )
+    results = (
+        {**row.values, **asdict(output), "num_prompt_tokens": len(prompt)}
+        for row, prompt, output in zip(rows, prompts, outputs, strict=True)
+    )
+    _write_lines(args.out, results)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        _print_figures(figures)
+
+
+def _load(args: argparse.Namespace) -> tuple[Target, Engine]:
+    """The target and an engine over it, with the draft if one was given."""
+    if args.draft is None and args.num_speculative_tokens:
+        raise UserError("--num-speculative-tokens: needs a draft; give --draft DIR")
+    transformers_logging.disable_progress_bar()
+    dtype = getattr(torch, args.dtype)
+    with _STDERR.status("loading"):
+        target = load_target(args.target, dtype)
+        draft = None
+        if args.draft is not None:
+            loaded = load_draft(args.draft, target, dtype=dtype)
+            draft = loaded.draft.eval().requires_grad_(False)
+            for warning in loaded.report.warnings:
+                _STDERR.print(f"warning: {warning}")
+        limits: dict[str, Any] = {"max_batch_size": args.max_batch_size}
+        if args.num_speculative_tokens is not None:
+            limits["num_speculative_tokens"] = args.num_speculative_tokens
+        return target, Engine(target, draft, EngineConfig(**limits))
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=_STDERR)
+
+
+def _check_output(path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a directory, expected a file name")
+    if not path.parent.is_dir():
+        raise UserError(f"--out {path}: {path.parent} is not a directory; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--out {path}: {path.parent} is not writable")
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                file.write(json.dumps(row) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _print_figures(figures: Mapping[str, Any]) -> None:
+    table = Table(show_header=False)
+    table.add_row("tokens/s", f"{figures['tokens_per_s']:.1f}")
+    table.add_row("tokens", str(figures["num_output_tokens"]))
+    table.add_row("accept length", f"{figures['accept_length']:.3f}")
+    shares = " ".join(f"{share:.3f}" for share in figures["accepted_per_position"])
+    table.add_row("accepted per position", shares or "-")
+    table.add_row("rounds", str(figures["num_rounds"]))
+    Console(file=sys.stdout, highlight=False).print(table)
