@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils.logging import disable_progress_bar
 
 from eagle3_core import Eagle3Draft, load_draft
 from eagle3_core.target import Target, load_target
@@ -68,6 +69,7 @@ def compare(
         console.print(f"{kept}: already measured")
         return Comparison(**stored["result"])
 
+    disable_progress_bar()  # one bar is enough
     target = load_target(target_name, torch.float32)
     draft = load_draft(out / "draft", target, dtype=torch.float32).draft
     rows = read_prompts(prompts_file)[:num_prompts]
