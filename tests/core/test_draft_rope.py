@@ -179,13 +179,14 @@ def test_low_precision_drafts_keep_fp32_angles(name: str, dtype: torch.dtype) ->
         assert torch.equal(narrow, wide.to(dtype))
 
 
-def test_tables_survive_a_round_trip_through_bf16() -> None:
+def test_tables_survive_a_change_of_dtype_after_use() -> None:
     recorder = TableRecorder()
-    draft = make_draft(ROPES["llama3"], recorder).to(torch.bfloat16).float()
+    draft = make_draft(ROPES["llama3"], recorder)
     x, positions = torch.zeros(1, 2, 8), torch.tensor([[3999, 4000]])
+    expected = draft_tables(ROPES["llama3"], positions[0])
     with torch.no_grad():
         draft(x, x, positions, CacheContext())
-    expected = draft_tables(ROPES["llama3"], positions[0])
+        draft.to(torch.bfloat16).float()(x, x, positions, CacheContext())
     assert all(map(torch.equal, recorder.tables, expected))
 
 
