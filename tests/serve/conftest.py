@@ -9,6 +9,7 @@ wrong after 'e' and cannot propose 'Q'.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle3_core import DraftConfig, Eagle3Draft, save_draft
+from eagle3_core import CacheContext, DraftConfig, Eagle3Draft, save_draft
+from eagle3_core.target import Target, capture_boundaries
 from eagle3_core.vocab import vocab_map
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
@@ -60,6 +62,102 @@ def chain_pair(tmp_path_factory: pytest.TempPathFactory) -> ChainPair:
     _write_target(folder / "target", chain)
     _write_draft(folder / "draft", chain)
     return ChainPair(folder / "target", folder / "draft", tuple(chain))
+
+
+def make_target(dtype: torch.dtype = torch.float32, vocab_size: int = 48, seed: int = 0) -> Target:
+    """A random Llama where attention matters: large weights make the next token hang on all."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=vocab_size - 1,
+    )
+    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    return Target(name="random", model=model, tokenizer=_tokenizer())
+
+
+def make_draft(target: Target, seed: int = 1, **choices: object) -> Eagle3Draft:
+    """A random draft for a target; `choices` are fields of `DraftConfig`."""
+    fields: dict[str, object] = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "num_target_layers": target.num_layers,
+        "num_aux_hidden_states": 3,
+        "aux_layer_ids": (1, 2, 4),
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    draft = Eagle3Draft(DraftConfig.from_dict(fields | choices))
+    generator = torch.Generator().manual_seed(seed)
+    draft.init_weights(generator, std=0.3)
+    size = draft.config.draft_vocab_size
+    if draft.config.is_pruned:
+        kept = torch.randperm(target.vocab_size, generator=generator)[:size]
+        draft.d2t, draft.t2d = vocab_map(kept, target.vocab_size)
+    return draft.to(target.model.dtype).eval().requires_grad_(False)
+
+
+def reference_greedy(target: Target, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding by whole forwards of the model's own code; ends at an end token."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(int(target.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] in target.eos_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def fit_draft(target: Target, draft: Eagle3Draft, prompts: list[list[int]], count: int) -> None:
+    """Teach a draft the target's greedy answers to a few prompts, so that it is often right."""
+    draft.requires_grad_(True)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
+    rows = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt + reference_greedy(target, prompt, count)])
+        with capture_boundaries(target.model, draft.config.aux_layer_ids or ()) as capture:
+            target.model(ids)
+            rows.append((ids, torch.cat(capture.states(), -1)))
+    for _ in range(30):
+        for ids, aux in rows:
+            positions = torch.arange(ids.shape[1] - 1)[None]
+            x = draft.project(aux[:, :-1])
+            hidden = draft(draft.embed(ids[:, 1:]), x, positions, CacheContext())
+            logits = draft.logits(hidden)[0, :-1]
+            torch.nn.functional.cross_entropy(logits, ids[0, 2:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    draft.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class RandomPairs:
+    """Makers of random targets and drafts, handed to tests as a fixture."""
+
+    target: Callable[..., Target]
+    draft: Callable[..., Eagle3Draft]
+    fit: Callable[..., None]
+    greedy: Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session")
+def pairs() -> RandomPairs:
+    """See `RandomPairs`."""
+    return RandomPairs(make_target, make_draft, fit_draft, reference_greedy)
 
 
 def _chain() -> list[int]:

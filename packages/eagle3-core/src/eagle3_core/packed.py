@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every plain CPU `nn.Linear` below `model` in place; returns how many.
+    """Replace every plain fp32 or bf16 CPU `nn.Linear` below `model` in place; returns how many.
 
     The model can afterwards be run but not trained, saved or moved.
     """
@@ -47,7 +47,11 @@ def pack_linears(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Exactly nn.Linear: a subclass may compute something else.
-            if type(child) is nn.Linear and child.weight.device.type == "cpu":
+            if type(child) is nn.Linear and _can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

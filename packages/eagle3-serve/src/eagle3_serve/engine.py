@@ -120,7 +120,8 @@ class Engine:
         with self.stats.timed("accept"):
             counts = [len(chain) + 1 for chain in drafts]
             choices = target_choices(logits, batch, counts)
-            outputs = [self._commit(*row) for row in zip(batch, drafts, choices, segments, strict=True)]
+            rows = zip(batch, drafts, emitted(drafts, choices), segments, strict=True)
+            outputs = [self._commit(*row) for row in rows]
         with self.stats.timed("extend"):
             self._extend(batch, segments, aux)
         for request, output in zip(batch, outputs, strict=True):
@@ -166,10 +167,9 @@ class Engine:
         return segments, logits, aux
 
     def _commit(
-        self, request: Request, chain: Sequence[int], choices: Sequence[int], segment: Segment
+        self, request: Request, chain: Sequence[int], tokens: Sequence[int], segment: Segment
     ) -> TokenOutput:
         """Append what the round emits, up to where the output ends."""
-        tokens = emitted(chain, choices)
         was_prompt = request.num_held == 0
         # Keys behind the accepted drafts stay in their slots until the next round overwrites them.
         request.num_held = segment.length - len(chain) + len(tokens) - 1

@@ -10,8 +10,11 @@ distribution along the coin when it is drawn with the same coin.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from eagle3_core.accept import greedy_chain
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
 
@@ -39,9 +42,15 @@ def target_choices(
     return out
 
 
-def emitted(drafts: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """The choices up to and including the first that differs from its draft."""
-    for i, (draft, choice) in enumerate(zip(drafts, choices, strict=False)):
-        if draft != choice:
-            return list(choices[: i + 1])
-    return list(choices)
+def emitted(drafts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each request's choices up to and including the first that differs from its draft.
+
+    Args:
+        drafts: the chain of each request, of any length.
+        choices: one more for each request, from `target_choices`.
+    """
+    num_drafts = torch.tensor([len(chain) for chain in drafts])
+    draft_ids = pad_sequence([torch.tensor(chain, dtype=torch.int64) for chain in drafts], True)
+    target_ids = pad_sequence([torch.tensor(row) for row in choices], True)
+    accepted = greedy_chain(draft_ids, target_ids, num_drafts).num_accepted.tolist()
+    return [list(row[: count + 1]) for row, count in zip(choices, accepted, strict=True)]
