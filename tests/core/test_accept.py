@@ -106,11 +106,12 @@ def test_greedy_tree_against_the_reference_implementation() -> None:
         targets = given[key + ARGMAX]
         batch = len(targets)
         tokens = expected[f"{key}.draft_tokens"].expand(batch, -1)
-        got = greedy_tree(tokens, parents.expand(batch, -1), targets, max_depth=4)
+        nodes = expected[f"{key}.accept.nodes"]  # as wide as the tree is deep
+        max_depth = nodes.shape[1] - 1
+        got = greedy_tree(tokens, parents.expand(batch, -1), targets, max_depth)
         accepted = expected[f"{key}.accept.accept_length"]
         assert got.num_accepted.tolist() == accepted.tolist()
         assert got.bonus.tolist() == expected[f"{key}.accept.next_token"].tolist()
-        nodes = expected[f"{key}.accept.nodes"]
         on_path = torch.arange(nodes.shape[1]) <= accepted[:, None]
         assert torch.equal(got.path[on_path], nodes[on_path].long())
 
