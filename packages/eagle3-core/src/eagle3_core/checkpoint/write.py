@@ -42,8 +42,10 @@ def save_draft(
     write_folder(path, canonical.to_json(draft.config, metadata), tensors)
 
 
-def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse NaN, inf and a broken vocabulary map.
+def check_tensors(
+    config: DraftConfig, tensors: Mapping[str, Tensor], where: str, *, identity_map: bool = False
+) -> None:
+    """Refuse NaN, inf and a broken vocabulary map; `identity_map` vouches for zero offsets.
 
     Raises:
         UserError: names the tensor and the first bad position.
@@ -51,7 +53,7 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, Tensor], where: str
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             refuse_non_finite(tensor, name, where)
-    if config.is_pruned:
+    if config.is_pruned and not identity_map:
         check_vocab_map(tensors["d2t"], tensors["t2d"], config.vocab_size, f"{where}: d2t")
 
 

@@ -10,6 +10,7 @@ from eagle3_core.checkpoint.report import Report
 from eagle3_core.config import DraftConfig
 from eagle3_core.errors import UserError
 
+NAME = "canonical"
 MODEL_TYPE = "eagle3_draft"
 FORMAT_VERSION = 1
 AUX_CONVENTION = "boundary: id c is the residual stream entering layer c"
@@ -35,15 +36,25 @@ def has_identity_map(config: Mapping[str, Any]) -> bool:
     return config.get("vocab_map") == IDENTITY_MAP
 
 
-def to_json(config: DraftConfig, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def to_json(
+    config: DraftConfig,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    identity_map: bool = False,
+) -> dict[str, Any]:
     """config.json: facts about the run go under `metadata`."""
-    head = {
+    out = {
         "model_type": MODEL_TYPE,
         "architectures": ["Eagle3Draft"],
         "format_version": FORMAT_VERSION,
         "aux_layer_id_convention": AUX_CONVENTION,
+        **config.to_dict(),
     }
-    return {**head, **config.to_dict(), **({"metadata": dict(metadata)} if metadata else {})}
+    if identity_map:
+        out["vocab_map"] = IDENTITY_MAP
+    if metadata:
+        out["metadata"] = dict(metadata)
+    return out
 
 
 def from_json(

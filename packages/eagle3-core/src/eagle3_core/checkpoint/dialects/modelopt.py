@@ -8,7 +8,6 @@ _OWN_KEYS = (
     "use_input_layernorm_in_first_layer",
     "use_last_layernorm",
     "use_mtp_layernorm",
-    "next_layer_regular",
     "parallel_draft_step",
 )
 
