@@ -125,14 +125,14 @@ def reference_greedy(target: Target, prompt: list[int], count: int) -> list[int]
 def fit_draft(target: Target, draft: Eagle3Draft, prompts: list[list[int]], count: int) -> None:
     """Teach a draft the target's greedy answers to a few prompts, so that it is often right."""
     draft.requires_grad_(True)
-    optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=5e-3)
     rows = []
     for prompt in prompts:
         ids = torch.tensor([prompt + reference_greedy(target, prompt, count)])
         with capture_boundaries(target.model, draft.config.aux_layer_ids or ()) as capture:
             target.model(ids)
             rows.append((ids, torch.cat(capture.states(), -1)))
-    for _ in range(30):
+    for _ in range(50):
         for ids, aux in rows:
             positions = torch.arange(ids.shape[1] - 1)[None]
             x = draft.project(aux[:, :-1])

@@ -55,7 +55,9 @@ class Engine:
         self.stats = EngineStats()
         self._depth = depth
         self._device = target.model.device
-        self._runner = TargetRunner(target, draft.config.aux_layer_ids if draft and depth else ())
+        self._runner = TargetRunner(
+            target, draft.config.aux_layer_ids or () if draft is not None and depth else ()
+        )
         max_model_len, num_slots = _sizes(target, draft, config)
         self.max_model_len = max_model_len
         self._store = self._runner.new_store(num_slots)
@@ -67,6 +69,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self._requests)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Positions of keys and values that no request owns."""
+        return self._scheduler.num_free_slots
 
     def add(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
