@@ -86,7 +86,7 @@ def build_draft(
 
 def start_embeddings(draft: Eagle3Draft, target: Target) -> None:
     """The target's embeddings."""
-    _copy(draft.embed_tokens.weight, target.model.get_input_embeddings().weight, "embed_tokens")
+    _copy(draft.embed_tokens.weight, _weight(target.model.get_input_embeddings()), "embed_tokens")
 
 
 def start_head(draft: Eagle3Draft, target: Target) -> None:
@@ -147,8 +147,8 @@ def _misfit(name: str, draft: object, target: object) -> str:
     )
 
 
-def _weight(norm: nn.Module) -> Tensor:
-    weight = norm.weight
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
 

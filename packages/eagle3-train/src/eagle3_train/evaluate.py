@@ -11,13 +11,15 @@ from eagle3_train.config import Dtype
 from eagle3_train.loss import HeadLoss, head_loss
 from eagle3_train.metrics import StepCounts, count_steps
 from eagle3_train.order import pack
-from eagle3_train.ttt import Batch, Sample, supervised_slots, unroll
+from eagle3_train.store import Sample
+from eagle3_train.ttt import Batch, supervised_slots, unroll
 
 
 class Samples(Protocol):
     """Captured samples, and their lengths without reading them."""
 
-    lengths: Sequence[int]
+    @property
+    def lengths(self) -> Sequence[int]: ...
 
     def __len__(self) -> int: ...
 

@@ -101,6 +101,7 @@ def refuse_other_run(where: Path, found: Mapping[str, Any], wanted: Mapping[str,
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that is either complete or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.tmp")
     with work.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)

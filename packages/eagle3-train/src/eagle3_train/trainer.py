@@ -110,6 +110,7 @@ class Trainer:
         """`target_head` [V,T]; `identity` says what the run depends on, for resuming."""
         self.config, self.fit = config, config.fit
         self.draft, self.train, self.held_out = draft, train, held_out
+        self.lengths = list(train.lengths)
         self.identity = identity
         self.accelerator = Accelerator()
         self.is_main = self.accelerator.is_main_process
@@ -125,10 +126,10 @@ class Trainer:
 
     def _plan(self) -> list[list[int]]:
         """The samples of every optimiser step of the run."""
-        fit, lengths = self.fit, self.train.lengths
+        fit = self.fit
         steps: list[list[int]] = []
         for epoch in range(fit.epochs):
-            steps += epoch_batches(lengths, fit.batch_tokens, self.config.seed, epoch)
+            steps += epoch_batches(self.lengths, fit.batch_tokens, self.config.seed, epoch)
         return steps[: fit.max_steps]
 
     def run(self) -> Outcome:
@@ -163,8 +164,8 @@ class Trainer:
         began = time.monotonic()
         fit, world = self.fit, self.accelerator.num_processes
         indices = self.steps[self.progress.step]
-        mine = share(indices, self.train.lengths, world)[self.accelerator.process_index]
-        groups = pack(mine, self.train.lengths, fit.micro_batch_tokens)
+        mine = share(indices, self.lengths, world)[self.accelerator.process_index]
+        groups = pack(mine, self.lengths, fit.micro_batch_tokens)
         batches = [Batch.pack([self.train[i] for i in group]) for group in groups]
         t2d = self.draft.t2d if self.draft.config.is_pruned else None
         slots = [supervised_slots(b, fit.ttt_length, t2d, fit.loss_convention) for b in batches]

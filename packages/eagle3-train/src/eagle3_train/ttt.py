@@ -6,7 +6,6 @@ from step k-1, stands at position t+k and predicts x[t+2+k]; its teacher is the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,16 +13,7 @@ from torch import Tensor
 from eagle3_core import Eagle3Draft
 from eagle3_train.attention import PackedUnroll
 from eagle3_train.config import LossConvention
-
-
-class Sample(Protocol):
-    """One conversation with the target's states, as the feature store holds it."""
-
-    input_ids: Tensor  # [S] int64
-    loss_mask: Tensor  # [S] bool: a response token, not shifted
-    aux: Tensor  # [S,A·T]
-    final: Tensor  # [S,T] after the target's final norm
-    argmax: Tensor  # [S] the target's choice for the next token
+from eagle3_train.store import Sample
 
 
 @dataclass(frozen=True)

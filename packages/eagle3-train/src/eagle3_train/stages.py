@@ -1,0 +1,273 @@
+"""The stages of a run. Each reads what the one before left under OUT and skips what is finished."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3_core import Eagle3Draft, UserError, load_draft
+from eagle3_core.target import Target, load_target
+from eagle3_train.build import build_draft, draft_config
+from eagle3_train.capture import Capturer, OnlineFeatures, capture
+from eagle3_train.config import TrainConfig
+from eagle3_train.data import (
+    ChatTemplate,
+    Example,
+    Prepared,
+    choose_vocabulary,
+    prepare,
+    show,
+)
+from eagle3_train.display import console
+from eagle3_train.evaluate import evaluate
+from eagle3_train.provenance import describe_run, hash_files, is_current, record_inputs
+from eagle3_train.regenerate import Sampling, regenerate
+from eagle3_train.resume import write_json
+from eagle3_train.store import FeatureStore
+from eagle3_train.trainer import Trainer
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Features = FeatureStore | OnlineFeatures
+
+_FREE = ("save_every", "keep")  # fit settings that a continued run may change
+
+
+def run_prepare(config: TrainConfig) -> dict[str, Any]:
+    """Show what the data becomes; writes nothing."""
+    template = _template(config, load_target(config.target))
+    result = {}
+    for split, sources in _splits(config).items():
+        prepared = _prepare(config, sources, template)
+        show(prepared, template, console)
+        result[split] = {
+            "examples": len(prepared.examples),
+            "rows": prepared.num_rows,
+            "tokens": prepared.num_tokens,
+            "supervised_fraction": prepared.supervised_fraction,
+            "dropped": prepared.drops.by_reason(),
+        }
+    return result
+
+
+def run_regenerate(config: TrainConfig) -> dict[str, Any]:
+    """The target answers `regenerate.prompts` into OUT/regenerated.jsonl."""
+    section = config.regenerate
+    if not section.prompts:
+        raise UserError("regenerate.prompts is empty, expected files of prompts")
+    output = config.out / "regenerated.jsonl"
+    record = config.out / "regenerated.inputs.json"
+    inputs = {
+        "target": config.target,
+        "seed": config.seed,
+        "regenerate": section.model_dump(exclude={"batch_size"}),
+        "chat_template": config.data.chat_template,
+        "files": hash_files(section.prompts),
+    }
+    if output.exists() and is_current(record, inputs):
+        console.print(f"{output} is complete")
+        return {"output": str(output), "answered": 0}
+    target = load_target(config.target, _DTYPES[section.dtype])
+    sampling = Sampling(section.max_tokens, section.temperature, seed=config.seed)
+    result = regenerate(
+        target,
+        _template(config, target),
+        section.prompts,
+        output,
+        sampling,
+        samples_per_prompt=section.samples_per_prompt,
+        greedy_first=section.samples_per_prompt > 1,
+        batch_size=section.batch_size,
+        strict=config.data.strict,
+    )
+    record_inputs(record, inputs)
+    return {
+        "output": str(output),
+        "answered": result.num_answered,
+        "resumed": result.num_resumed,
+        "cut": result.num_cut,
+        "tokens": result.num_tokens,
+        "tokens_per_s": result.tokens_per_s,
+    }
+
+
+def run_capture(config: TrainConfig) -> dict[str, Any]:
+    """The target's states for every example, into OUT/features/{train,eval}."""
+    target: Target | None = None
+    result = {}
+    for split, sources in _splits(config).items():
+        folder, record = _feature_paths(config, split)
+        inputs = _feature_inputs(config, sources)
+        if is_current(record, inputs):
+            console.print(f"{folder} is complete")
+            result[split] = {"output": str(folder), "num_tokens": 0}
+            continue
+        target = target or load_target(config.target, _DTYPES[config.capture.dtype])
+        prepared = _prepare(config, sources, _template(config, target))
+        for warning in prepared.warnings():
+            console.print(warning, markup=False)
+        done = capture(
+            _capturer(config, target),
+            prepared.examples,
+            folder,
+            batch_tokens=config.capture.batch_tokens,
+        )
+        record_inputs(record, inputs)
+        result[split] = {"output": str(folder), **vars(done)}
+    return result
+
+
+def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
+    """Train the draft: OUT/draft, OUT/checkpoints, OUT/metrics.jsonl, OUT/run.json."""
+    train = _features(config, "train")
+    identity = {
+        "target": config.target,
+        "seed": config.seed,
+        "draft": config.draft.model_dump(),
+        "fit": config.fit.model_dump(exclude=set(_FREE)),
+        "features": _feature_inputs(config, _splits(config)["train"]),
+    }
+    draft_folder = config.out / "draft"
+    record = config.out / "draft.inputs.json"
+    if draft_folder.exists() and is_current(record, identity):
+        console.print(f"{draft_folder} is complete")
+        return {"output": str(draft_folder), "num_steps": 0}
+    draft = new_draft(config, train)
+    held_out = _features(config, "eval") if config.eval.every else None
+    trainer = Trainer(config, draft, train, held_out, train.head(), identity)
+    if trainer.is_main:
+        write_json(config.out / "run.json", describe_run(argv, config.seed, identity))
+    outcome = trainer.run()
+    steps = outcome.progress.step
+    result = {"output": str(draft_folder), "num_steps": steps, **outcome.metrics}
+    if outcome.interrupted:
+        console.print(f"stopped after step {steps}; the same command continues")
+        return result | {"interrupted": True}
+    trainer.save()
+    if trainer.is_main:
+        record_inputs(record, identity)
+    return result
+
+
+def run_eval(config: TrainConfig, draft_folder: str | None) -> dict[str, Any]:
+    """The simulated accept length of OUT/draft (or another) on the held-out samples."""
+    store = _features(config, "eval")
+    folder = Path(draft_folder) if draft_folder else config.out / "draft"
+    loaded = load_draft(folder)
+    _check_belongs(loaded.draft, folder, store)
+    kept = loaded.draft.to_target_ids(torch.arange(loaded.config.draft_vocab_size))
+    counts = evaluate(
+        loaded.draft,
+        store,
+        range(len(store)),
+        store.head()[kept].float(),
+        config.eval.num_speculative_tokens,
+        config.eval.batch_tokens,
+    )
+    return {
+        "draft": str(folder),
+        "samples": len(store),
+        "num_speculative_tokens": config.eval.num_speculative_tokens,
+        **counts.summary(),
+    }
+
+
+def new_draft(config: TrainConfig, store: Features) -> Eagle3Draft:
+    """The draft a run starts from.
+
+    Raises:
+        UserError: sizes that contradict the target or the config.
+    """
+    target = load_target(config.target)
+    hidden = config.draft.hidden_size or target.hidden_size
+    if hidden != target.hidden_size and not config.fit.train_embeddings:
+        raise UserError(
+            f"fit.train_embeddings is false, expected true: draft.hidden_size {hidden} differs "
+            f"from the target's {target.hidden_size}, so its embeddings cannot be taken over"
+        )
+    kept = _vocabulary(config, target, store)
+    size = target.vocab_size if kept is None else len(kept)
+    shape = draft_config(config.draft, target, store.meta.aux_layer_ids, size)
+    return build_draft(shape, target, config.draft, kept, config.seed)
+
+
+def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor | None:
+    size = config.draft.vocab_size
+    if size is None or size == target.vocab_size:
+        return None
+    examples = [
+        Example(f"sample {i}", sample.input_ids, sample.loss_mask)
+        for i, sample in enumerate(store[i] for i in range(len(store)))
+    ]
+    mass = store.target_mass() if isinstance(store, FeatureStore) else None
+    return choose_vocabulary(
+        examples, target.vocab_size, size, target_mass=mass, always=target.eos_token_ids
+    )
+
+
+def _splits(config: TrainConfig) -> dict[str, list[str]]:
+    if not config.data.train:
+        raise UserError("data.train is empty, expected files of conversations")
+    splits = {"train": config.data.train, "eval": config.data.eval}
+    return {name: sources for name, sources in splits.items() if sources}
+
+
+def _prepare(config: TrainConfig, sources: Sequence[str], template: ChatTemplate) -> Prepared:
+    data = config.data
+    return prepare(sources, template, max_length=data.max_length, strict=data.strict)
+
+
+def _template(config: TrainConfig, target: Target) -> ChatTemplate:
+    return ChatTemplate(target.tokenizer, config.data.chat_template, target.eos_token_ids)
+
+
+def _capturer(config: TrainConfig, target: Target) -> Capturer:
+    section = config.capture
+    return Capturer(target, section.aux_layer_ids, _DTYPES[section.store_dtype])
+
+
+def _feature_paths(config: TrainConfig, split: str) -> tuple[Path, Path]:
+    """The folder of a split's states, and the record of what it was made from."""
+    folder = config.out / "features" / split
+    return folder, folder.with_name(f"{split}.inputs.json")
+
+
+def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, Any]:
+    return {
+        "target": config.target,
+        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode"}),
+        "data": config.data.model_dump(include={"max_length", "chat_template"}),
+        "files": hash_files(sources),
+    }
+
+
+def _features(config: TrainConfig, split: str) -> Features:
+    """The samples of a split: captured before, or made on the fly."""
+    sources = _splits(config).get(split)
+    if sources is None:
+        raise UserError(f"data.{split} is empty, expected files of conversations")
+    if config.capture.mode == "online":
+        target = load_target(config.target, _DTYPES[config.capture.dtype])
+        prepared = _prepare(config, sources, _template(config, target))
+        return OnlineFeatures(_capturer(config, target), prepared.examples)
+    folder, record = _feature_paths(config, split)
+    if not is_current(record, _feature_inputs(config, sources)):
+        raise UserError(
+            f"{folder}: no states of the data.{split} of this config; "
+            "run eagle3-train capture with it first"
+        )
+    return FeatureStore(folder)
+
+
+def _check_belongs(draft: Eagle3Draft, folder: Path, store: Features) -> None:
+    head = store.head()
+    for name, found, expected in (
+        ("vocab_size", draft.config.vocab_size, head.shape[0]),
+        ("target_hidden_size", draft.config.target_hidden_size, head.shape[1]),
+    ):
+        if found != expected:
+            raise UserError(
+                f"{folder}: {name} is {found}, the captured target has {expected}; "
+                "the draft belongs to another target"
+            )
