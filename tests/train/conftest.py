@@ -111,3 +111,52 @@ def chat() -> Callable[..., list[dict[str, str]]]:
         return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`build_target` as a folder that commands can load."""
+    folder = tmp_path_factory.mktemp("target")
+    built = build_target()
+    built.model.save_pretrained(folder)
+    built.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_run(target_folder: Path) -> Callable[[Path], Path]:
+    """Folder -> a config in it: 16 conversations to learn from, 4 held out, a few small steps."""
+
+    def write(folder: Path) -> Path:
+        for name, count in (("train", 16), ("eval", 4)):
+            rows = [
+                {
+                    "messages": [
+                        {"role": "user", "content": f"{name} {i}" * (1 + i % 3)},
+                        {"role": "assistant", "content": "abcdefghij"[i % 5 :] * 2},
+                    ]
+                }
+                for i in range(count)
+            ]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        values = {
+            "output": str(folder / "out"),
+            "target": str(target_folder),
+            "data": {"train": [str(folder / "train.jsonl")], "eval": [str(folder / "eval.jsonl")]},
+            "capture": {"aux_layer_ids": [1, 2, 3]},
+            "draft": {"vocab_size": 64, "init": "target"},
+            "fit": {
+                "ttt_length": 3,
+                "batch_tokens": 200,
+                "micro_batch_tokens": 120,
+                "epochs": 2,
+                "learning_rate": 1e-3,
+            },
+            "eval": {"num_speculative_tokens": 3, "every": 4},
+        }
+        path = folder / "run.yaml"
+        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        return path
+
+    return write

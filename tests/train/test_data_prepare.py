@@ -1,0 +1,85 @@
+"""What is kept, cut and dropped is said; what teaches nothing is refused."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from eagle3_core import UserError
+from eagle3_train.data import ChatTemplate, Prepared, prepare, show
+from eagle3_train.data.prepare import coloured
+
+GOOD = "<|im_start|>user\nquestion {0}<|im_end|>\n<|im_start|>assistant\nanswer {0}<|im_end|>\n"
+FOREIGN = "<|user|>\nquestion {0}\n<|assistant|>\nanswer {0}\n"
+
+
+def _prepare(path: str, template: ChatTemplate, max_length: int = 100) -> Prepared:
+    return prepare([path], template, max_length=max_length, progress=False)
+
+
+def test_foreign_markers_everywhere_stop_the_run(chatml: ChatTemplate, write_rows) -> None:
+    path = write_rows(*({"text": FOREIGN.format(i)} for i in range(4)))
+    with pytest.raises(UserError, match="supervised fraction 0 of 4 rows") as caught:
+        _prepare(path, chatml)
+    assert "<|user|>\\nquestion 0" in str(caught.value)  # one decoded sample
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_with_foreign_markers_is_dropped_by_line(chatml: ChatTemplate, write_rows) -> None:
+    rows = [{"text": GOOD.format(i)} for i in range(3)] + [{"text": FOREIGN.format(9)}]
+    path = write_rows(*rows)
+    prepared = _prepare(path, chatml)
+    assert [e.where for e in prepared.examples] == [f"{path}:{i}" for i in (1, 2, 3)]
+    assert prepared.drops.by_reason().popitem()[1] == [f"{path}:4"]
+    assert (prepared.num_rows, prepared.supervised_fraction > 0) == (4, True)
+    assert any(f"{path}:4" in warning for warning in prepared.warnings())
+
+
+def test_the_fraction_is_counted_in_tokens(chatml: ChatTemplate, write_rows, chat) -> None:
+    prepared = _prepare(write_rows({"messages": chat("hi", "hello")}), chatml)
+    whole = len(chatml.encode(chatml.render(chat("hi", "hello"))).ids)
+    assert prepared.num_tokens == whole
+    assert prepared.supervised_fraction == 6 / whole  # five letters and end-of-turn
+
+
+def test_what_max_length_cuts_is_counted(chatml: ChatTemplate, write_rows, chat) -> None:
+    rows = [chat("q" * 30, "a" * 20), chat("q", "a" * 9), chat("q" * 99, "a")]
+    path = write_rows(*({"messages": row} for row in rows))
+    opening = len(chatml.encode(chatml.render(rows[0][:1], open_answer=True)).ids)
+    prepared = _prepare(path, chatml, max_length=opening + 5)
+    kept = prepared.examples
+    assert len(kept[0].input_ids) == opening + 5
+    assert [int(example.loss_mask.sum()) for example in kept] == [5, 10]
+    assert prepared.cut_rows == [f"{path}:1", f"{path}:3"]
+    assert prepared.cut_supervised_tokens == 16 + 2  # end-of-turn is a token too
+    assert prepared.drops.rows == [(f"{path}:3", "max_length cuts off everything supervised")]
+
+
+def test_a_suspicious_fraction_is_warned_of(make_tokenizer, write_rows, chat) -> None:
+    source = "{%- for m in messages -%}{{ m.content }}{%- endfor -%}"
+    template = ChatTemplate(make_tokenizer(source))
+    prepared = _prepare(write_rows({"messages": chat("q", "a" * 50)}), template)
+    assert any("98.0% of the tokens are supervised" in text for text in prepared.warnings())
+
+
+def test_strict_ends_the_run(chatml: ChatTemplate, write_rows) -> None:
+    path = write_rows({"text": GOOD.format(0)}, {"text": FOREIGN.format(1)})
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: nothing in it is supervised"):
+        prepare([path], chatml, max_length=99, strict=True, progress=False)
+
+
+def test_no_rows_at_all(chatml: ChatTemplate, write_rows) -> None:
+    with pytest.raises(UserError, match="holds no rows"):
+        _prepare(write_rows(), chatml)
+
+
+def test_supervised_tokens_are_coloured(chatml: ChatTemplate, write_rows, chat) -> None:
+    prepared = _prepare(write_rows({"messages": chat("hé", "wörld 😀")}), chatml)
+    text = coloured(prepared.examples[0], chatml)
+    assert text.plain == chatml.render(chat("hé", "wörld 😀"))
+    green = [text.plain[s.start : s.end] for s in text.spans if s.style == "bold green"]
+    assert green == ["wörld 😀<|im_end|>"]
+    stream = io.StringIO()
+    show(prepared, chatml, Console(file=stream, width=200))
+    assert "1 of 1 rows" in stream.getvalue()
+    assert "wörld 😀<|im_end|>" in stream.getvalue()
