@@ -59,7 +59,9 @@ def test_packed_attention_equals_plain_attention(window: int | None) -> None:
             parts.append(slice(past[r], past[r] + lengths[i]))
             row += lengths[i]
         packed = [
-            torch.cat([x[r][:, part] for r, part in enumerate(parts)] + [torch.ones_like(x[0][:, :1])], 1)
+            torch.cat(
+                [x[r][:, part] for r, part in enumerate(parts)] + [torch.ones_like(x[0][:, :1])], 1
+            )
             for x in (q, k, v)
         ]
         for layer in range(layers):

@@ -56,9 +56,7 @@ GREEDY = [SamplingParams(max_tokens=n, temperature=0) for n in LENGTHS]
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_plain_decoding_is_the_models_own(
-    target: Any, greedy: list[list[int]], batch: int
-) -> None:
+def test_plain_decoding_is_the_models_own(target: Any, greedy: list[list[int]], batch: int) -> None:
     assert _decode(target, None, 0, batch, PROMPTS, GREEDY)[0] == greedy
 
 

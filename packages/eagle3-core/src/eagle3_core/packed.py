@@ -18,6 +18,11 @@ def is_packing_available() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether a layer with this weight may become a `PackedLinear`."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
 class PackedLinear(nn.Module):
     """Inference-only replacement of `nn.Linear` on a CPU: [..., in] -> [..., out], fp32 or bf16."""
 
@@ -47,11 +52,7 @@ def pack_linears(model: nn.Module) -> int:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Exactly nn.Linear: a subclass may compute something else.
-            if type(child) is nn.Linear and _can_pack(child.weight):
+            if type(child) is nn.Linear and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)

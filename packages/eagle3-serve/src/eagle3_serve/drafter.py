@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3_core import Eagle3Draft, TorchOps
-from eagle3_core.packed import PackedLinear, is_packing_available, pack_linears
+from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
 from eagle3_serve.kv import KVStore, PackedContext, Segment
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
@@ -29,7 +29,7 @@ class PackedOps(TorchOps):
 
 def pack_draft(draft: Eagle3Draft) -> None:
     """Pack a draft on a CPU in place; it can be run afterwards, not trained or saved."""
-    if draft.norm.weight.device.type == "cpu" and is_packing_available():
+    if is_packing_available() and can_pack(draft.lm_head.weight):
         # The head stays where it is: `logits` reads its weight, which a packed layer would copy.
         draft.ops = PackedOps(draft.lm_head)
         pack_linears(draft.layers)
@@ -57,7 +57,9 @@ class Drafter:
 
     def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
         """A chain of `depths[i]` tokens for each request; the first is known from `extend`."""
-        chains = [[r.first_draft] if depth else [] for r, depth in zip(requests, depths, strict=True)]
+        chains = [
+            [r.first_draft] if depth else [] for r, depth in zip(requests, depths, strict=True)
+        ]
         for step in range(1, max(depths, default=0)):
             live = [i for i, depth in enumerate(depths) if depth > step]
             rows = [requests[i] for i in live]

@@ -43,10 +43,14 @@ class Engine:
     """Decodes a batch of requests with a target and, if there is one, its draft."""
 
     def __init__(self, target: Target, draft: Eagle3Draft | None, config: EngineConfig) -> None:
-        """Take memory for keys and values as `config` allows.
+        """Take memory for keys and values as `config` allows, and run two tokens as a check.
+
+        On a CPU the linears of target and draft are packed in place: both can be run afterwards,
+        by several engines too, but not trained or saved.
 
         Raises:
-            UserError: the draft does not belong to the target, the context does not fit.
+            UserError: the draft does not belong to the target, the context does not fit, or the
+                target's architecture is not one for this engine.
         """
         depth = config.num_speculative_tokens if draft is not None else 0
         if draft is not None:
@@ -61,6 +65,8 @@ class Engine:
         max_model_len, num_slots = _sizes(target, draft, config)
         self.max_model_len = max_model_len
         self._store = self._runner.new_store(num_slots)
+        with torch.inference_mode():
+            self._runner.check(self._store)
         self._drafter = Drafter(draft, num_slots) if draft is not None and depth else None
         self._scheduler = Scheduler(config.max_batch_size, max_model_len, num_slots)
         self._requests: dict[str, Request] = {}
@@ -242,7 +248,9 @@ def check_pair(target: Target, draft: Eagle3Draft) -> None:
                 "the draft was made for another target"
             )
     if config.aux_layer_ids is None:
-        raise UserError("draft: aux_layer_ids is not set, expected the boundary ids it was trained on")
+        raise UserError(
+            "draft: aux_layer_ids is not set, expected the boundary ids it was trained on"
+        )
     if draft.norm.weight.dtype != target.model.dtype:
         raise UserError(
             f"draft: dtype is {draft.norm.weight.dtype}, but the target's is {target.model.dtype}; "
@@ -250,9 +258,7 @@ def check_pair(target: Target, draft: Eagle3Draft) -> None:
         )
 
 
-def _sizes(
-    target: Target, draft: Eagle3Draft | None, config: EngineConfig
-) -> tuple[int, int]:
+def _sizes(target: Target, draft: Eagle3Draft | None, config: EngineConfig) -> tuple[int, int]:
     """(max_model_len, slots)."""
     layers, heads, head_dim = kv_shape(target)
     values = layers * heads * head_dim

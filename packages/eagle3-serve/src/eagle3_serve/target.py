@@ -4,7 +4,7 @@ transformers looks attention up by name, and hands extra keyword arguments of th
 it; so the round's context travels with the call and no cache object is involved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +15,24 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from eagle3_core import UserError
 from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, capture_boundaries
-from eagle3_serve.kv import KVStore, PackedContext
+from eagle3_serve.kv import KVStore, PackedContext, Segment
 
 _ATTENTION = "eagle3_packed"
 # What transformers passes to attention functions and this one takes no notice of: switched off or
 # about training and masks, which the context replaces.
-_NEUTRAL = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions",
-                      "output_hidden_states", "past_key_values", "is_causal", "position_bias"})
+_NEUTRAL = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "is_causal",
+        "position_bias",
+    }
+)
 
 
 def _attention(
@@ -40,7 +51,9 @@ def _attention(
     """query [1,nq,R,d], key and value [1,nkv,R,d] -> [1,R,nq,d]."""
     for name, argument in others.items():
         if argument is not None and name not in _NEUTRAL:
-            raise UserError(f"target: its attention needs {name!r}, which this engine does not have")
+            raise UserError(
+                f"target: its attention needs {name!r}, which this engine does not have"
+            )
     out = packed.attend_scaled(module.layer_idx, query, key, value, scaling, sliding_window)
     return out.transpose(1, 2), None
 
@@ -57,11 +70,7 @@ class TargetRunner:
     """Runs a target over packed rows and captures aux states. A aux states, T hidden, V vocab."""
 
     def __init__(self, target: Target, aux_layer_ids: Sequence[int] = ()) -> None:
-        """`aux_layer_ids` are boundary ids, ascending.
-
-        Raises:
-            UserError: an aux id is out of range.
-        """
+        """`aux_layer_ids` are boundary ids, ascending. Packs the model's linears on a CPU."""
         if is_packing_available():
             pack_linears(target.model)
         self.target = target
@@ -87,7 +96,10 @@ class TargetRunner:
         Returns:
             logits [r,V] and aux states [R,A·T] (width 0 without aux ids).
         """
-        with self._packed_attention(), capture_boundaries(self._model, self._aux_layer_ids) as capture:
+        with (
+            self._packed_attention(),
+            capture_boundaries(self._model, self._aux_layer_ids) as capture,
+        ):
             output = self._model(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -96,11 +108,45 @@ class TargetRunner:
                 packed=context,
             )
             states = capture.states()
-        aux = torch.cat([s[0] for s in states], -1) if states else output.logits.new_empty(len(token_ids), 0)
+        aux = (
+            torch.cat([s[0] for s in states], -1)
+            if states
+            else output.logits.new_empty(len(token_ids), 0)
+        )
         return output.logits[0], aux
 
+    def check(self, store: KVStore) -> None:
+        """Run two tokens, and refuse a target whose layers do not all work on the packed context.
+
+        Raises:
+            UserError: an aux id is out of range, or the architecture is not one for this engine.
+        """
+        device = self._model.device
+        store.keys[:, :, :2] = torch.nan
+        context = PackedContext(store, [Segment(0, 2, 0, 0, device)])
+        ids, last = torch.arange(2, device=device), torch.tensor([1], device=device)
+        try:
+            logits, _ = self.forward(ids, ids, context, last)
+        except (RuntimeError, TypeError) as error:
+            line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"{self._name}: its layers do not fit this engine: {line}") from error
+        if store.keys[:, :, :2].isnan().any():
+            raise UserError(
+                f"{self._name}: has layers without keys and values of their own (recurrent or "
+                "sharing ones); this engine decodes plain attention layers"
+            )
+        if logits.shape != (1, self.target.vocab_size):
+            raise UserError(
+                f"{self._name}: gave logits of shape {tuple(logits.shape)} for one row, "
+                f"expected (1, {self.target.vocab_size})"
+            )
+
+    @property
+    def _name(self) -> str:
+        return f"target {self.target.name} ({type(self._model).__name__})"
+
     @contextmanager
-    def _packed_attention(self) -> Any:
+    def _packed_attention(self) -> Iterator[None]:
         """The model's own attention is back afterwards: others may use the same target."""
         config = self.target.config
         own = config._attn_implementation
@@ -112,8 +158,17 @@ class TargetRunner:
 
 
 def kv_shape(target: Target) -> tuple[int, int, int]:
-    """(layers, kv heads, head_dim) of a target."""
+    """(layers, kv heads, head_dim) of a target.
+
+    Raises:
+        UserError: it has no attention.
+    """
     config = target.config
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise UserError(
+            f"target {target.name}: {type(target.model).__name__} has no attention heads; "
+            "this engine decodes plain attention layers"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return target.num_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim

@@ -1,0 +1,86 @@
+"""Targets of several architectures decode as their own code does; others are refused at start."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from eagle3_core import UserError
+from eagle3_core.target import Target
+from eagle3_serve.config import EngineConfig
+from eagle3_serve.engine import Engine
+from eagle3_serve.generate import generate
+from eagle3_serve.sampling import SamplingParams
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 39,
+}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _target(pairs: Any, config: PreTrainedConfig) -> Target:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    return Target(name="random", model=model, tokenizer=pairs.target().tokenizer)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SIZES),
+        Qwen3Config(**SIZES),
+        MistralConfig(**SIZES, sliding_window=5),
+        Gemma3TextConfig(**SIZES, sliding_window=4, query_pre_attn_scalar=8),
+        MixtralConfig(**SIZES, **MOE),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_equals_the_models_own_code(pairs: Any, config: PreTrainedConfig) -> None:
+    target = _target(pairs, config)
+    prompts = [[3, 4, 5, 6, 7, 8, 9], [11], [20, 21, 22]]
+    expected = [pairs.greedy(target, prompt, 14) for prompt in prompts]
+    params = SamplingParams(max_tokens=14, temperature=0)
+    draft = pairs.draft(target)
+    for engine in (
+        Engine(target, None, EngineConfig()),
+        Engine(target, draft, EngineConfig(num_speculative_tokens=3)),
+    ):
+        outputs, _ = generate(engine, prompts, params)
+        assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GptOssConfig(**SIZES, **MOE), "s_aux"),
+        (Gemma2Config(**SIZES), "softcap"),
+        (FalconMambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2), "FalconMamba"),
+    ],
+    ids=["sinks", "softcap", "recurrent"],
+)
+def test_refuses_at_start(pairs: Any, config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Engine(_target(pairs, config), None, EngineConfig())
