@@ -1,72 +1,19 @@
 """The commands from conversations to a trained draft, on a tiny target, as a user types them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_core import load_draft
 from eagle3_train.cli import main
 
-TEMPLATE = (
-    "{% for m in messages %}<bos>{{ m['role'] }}\n{{ m['content'] }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random 8-layer Llama over bytes, saved as a folder."""
-    folder = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        bos_token_id=256, eos_token_id=257,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
 
 @pytest.fixture
-def config(tmp_path: Path, target: Path) -> Path:
-    """A config with 16 conversations to learn from and 4 held out."""
-    for name, count in (("train", 16), ("eval", 4)):
-        rows = [
-            {"messages": [
-                {"role": "user", "content": f"count {name} {i}"},
-                {"role": "assistant", "content": "abcdefghij"[i % 5 :] * 2},
-            ]}
-            for i in range(count)
-        ]  # fmt: skip
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    values = {
-        "output": str(tmp_path / "out"),
-        "target": str(target),
-        "data": {"train": [str(tmp_path / "train.jsonl")], "eval": [str(tmp_path / "eval.jsonl")]},
-        "draft": {"vocab_size": 64, "init": "target"},
-        "fit": {"ttt_length": 3, "batch_tokens": 160, "micro_batch_tokens": 96, "epochs": 2,
-                "learning_rate": 1e-3},
-        "eval": {"num_speculative_tokens": 3, "every": 4},
-    }  # fmt: skip
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+def config(tmp_path: Path, write_run: Callable[[Path], Path]) -> Path:
+    return write_run(tmp_path)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

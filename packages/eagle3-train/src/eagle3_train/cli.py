@@ -65,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     # Torch, transformers and datasets take seconds to import; a mistake in the config does not.
+    from transformers.utils import logging  # noqa: PLC0415
+
     from eagle3_train import stages  # noqa: PLC0415
 
+    logging.disable_progress_bar()  # the stages have their own
     if options.stage == "prepare":
         return stages.run_prepare(config)
     if options.stage == "regenerate":

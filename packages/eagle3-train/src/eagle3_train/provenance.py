@@ -10,14 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_core import UserError
 from eagle3_train.display import console
 from eagle3_train.resume import write_json
 
+_SUFFIXES = (".jsonl", ".json", ".parquet")
 _PACKAGES = ("eagle3-core", "eagle3-train", "torch", "transformers", "accelerate", "safetensors")
 
 
 def hash_files(sources: Sequence[str]) -> dict[str, str]:
-    """sha256 of each source; a name that is not a file (a `datasets` id) stands for itself."""
+    """sha256 of each source; a `datasets` id stands for itself.
+
+    Raises:
+        UserError: what is named like a file is not there.
+    """
     return {source: _hash(Path(source)) for source in sources}
 
 
@@ -56,6 +62,8 @@ def describe_run(argv: Sequence[str], seed: int, identity: Mapping[str, Any]) ->
 
 def _hash(path: Path) -> str:
     if not path.is_file():
+        if path.suffix in _SUFFIXES:
+            raise UserError(f"{path}: no such file, expected conversations or prompts")
         return "not a file"
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
