@@ -75,7 +75,7 @@ def load_draft(
     """
     reading = plan_reading(path, target, overrides)
     tensors = read_tensors(reading)
-    wanted = dtype or _common_dtype(tensors, reading.report)
+    wanted = dtype or common_dtype(tensors, reading.report)
     with torch.device("meta"):
         draft = Eagle3Draft(reading.config)
     draft.load_state_dict(
@@ -122,14 +122,18 @@ def plan_reading(
     return Reading(files, config, names, made, borrowed, lender, report)
 
 
-def read_tensors(reading: Reading) -> dict[str, Tensor]:
+def read_tensors(reading: Reading, *, borrow: bool = True) -> dict[str, Tensor]:
     """All tensors of the draft under canonical names, finite, in the file's dtypes.
+
+    Args:
+        reading: what to read.
+        borrow: False leaves out what the target would lend.
 
     Raises:
         UserError: NaN or inf, a quantised tensor, or nothing to borrow from.
     """
     files = reading.files
-    if reading.borrowed and reading.lender is None:
+    if borrow and reading.borrowed and reading.lender is None:
         raise UserError(
             f"{files.folder}: {', '.join(sorted(reading.borrowed))} not in the file, the producer "
             "leaves it to the target; give the target (--target)"
@@ -139,7 +143,7 @@ def read_tensors(reading: Reading) -> dict[str, Tensor]:
         tensor = files.read(in_file)
         refuse_non_finite(tensor, in_file, str(files.tensors[in_file].file))
         tensors[name] = tensor
-    if reading.lender is not None:
+    if borrow and reading.lender is not None:
         lend = {_EMBED: reading.lender.embeddings, _HEAD: reading.lender.head}
         for name in reading.borrowed:
             # A copy: training the draft must not train the target.
@@ -232,7 +236,8 @@ def _fits_target(name: str, config: DraftConfig) -> bool:
     return same_width and not (name == _HEAD and config.is_pruned)
 
 
-def _common_dtype(tensors: Mapping[str, Tensor], report: Report) -> torch.dtype:
+def common_dtype(tensors: Mapping[str, Tensor], report: Report) -> torch.dtype:
+    """The one floating-point dtype that holds all weights exactly; a mixture is reported."""
     found = sorted({t.dtype for t in tensors.values() if t.is_floating_point()}, key=str)
     wide = found[0]
     for dtype in found[1:]:
