@@ -33,6 +33,11 @@ def resolve(look: Lookup) -> tuple[DraftConfig, dict[str, str]]:
         UserError: a contradiction, a missing value, or something no draft here computes.
     """
     _refuse_unsupported(look)
+    if look.key("tie_word_embeddings") and "lm_head.weight" in look.names:
+        look.report.warn(
+            "tie_word_embeddings is true, but the file has its own lm_head: that one is used "
+            "(SGLang would use the embeddings)"
+        )
     values = _sizes(look)
     values |= _aux(look, values["hidden_size"], values["num_target_layers"])
     values |= {
