@@ -116,7 +116,7 @@ def test_memory_bounds_the_batch_and_comes_back(target: Any, draft: Any) -> None
 def test_refuses_a_context_that_does_not_fit(target: Any, draft: Any) -> None:
     with pytest.raises(UserError, match="kv_cache_gib is 1e-05, room for 8 tokens"):
         _engine(target, draft, 3, max_model_len=30, kv_cache_gib=1e-5)
-    with pytest.raises(UserError, match="max_model_len is 257, but the target .* 256"):
+    with pytest.raises(UserError, match=r"max_model_len is 257, but the target .* 256"):
         _engine(target, draft, 3, max_model_len=257)
 
 

@@ -1,9 +1,10 @@
 """Linear layers packed for oneDNN, for targets and drafts that run on a CPU.
 
 torch hands an fp32 weight to BLAS as it lies. With the one to eight rows that decoding and
-verification ask for, that reaches a third of the memory bandwidth, and two rows cost almost twice as
-much as one, which eats what speculation gains. oneDNN reorders the weight once; then a verify of four
-rows costs what one row costs (SmolLM2-135M on two cores: 30 ms each, against 44 and 63 ms unpacked).
+verification ask for, that reaches a third of the memory bandwidth, and two rows cost almost twice
+as much as one, which eats what speculation gains. oneDNN reorders the weight once; then a verify of
+four rows costs what one row costs (SmolLM2-135M on two cores: 30 ms each, against 44 and 63 ms
+unpacked).
 """
 
 import torch

@@ -34,7 +34,7 @@ def pack_draft(draft: Eagle3Draft) -> None:
         draft.ops = PackedOps(draft.lm_head)
         pack_linears(draft.layers)
         if draft.config.has_fc and isinstance(draft.fc, nn.Linear):
-            draft.fc = PackedLinear(draft.fc)
+            draft.register_module("fc", PackedLinear(draft.fc))
 
 
 class Drafter:
@@ -69,7 +69,9 @@ class Drafter:
             hidden = self._run(tokens, states, segments)
             # The token proposed at this step stands at position len(tokens) + step.
             chosen = self._choose(hidden, rows, [len(r.tokens) + step for r in rows])
-            for i, request, token, state in zip(live, rows, chosen, self.draft.feedback(hidden)):
+            for i, request, token, state in zip(
+                live, rows, chosen, self.draft.feedback(hidden), strict=True
+            ):
                 chains[i].append(token)
                 request.feedback = state
         return chains
@@ -79,7 +81,7 @@ class Drafter:
 
         Args:
             requests: their `tokens` and `num_held` as after the round.
-            aux: [sum(counts), A·T], the target's states at each request's last `counts[i]` held positions.
+            aux: [sum(counts), A·T], the target's states at the last `counts[i]` held positions.
             counts: slots to fill per request.
         """
         segments, tokens, first = [], [], 0

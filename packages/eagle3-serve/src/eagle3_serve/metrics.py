@@ -1,4 +1,4 @@
-"""What the engine counts. Positions are draft positions: 0 is the first token of a round's chain."""
+"""What the engine counts. Draft position 0 is the first token of a round's chain."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

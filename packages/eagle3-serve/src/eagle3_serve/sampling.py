@@ -86,7 +86,7 @@ def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def choose(logits: Tensor, params: SamplingParams, coins: Sequence[float]) -> Tensor:
-    """The token of each row: [R,V] logits and R coins -> [R] ids. Greedy takes no notice of coins."""
+    """The token of each row: [R,V] logits and R coins (unused when greedy) -> [R] ids."""
     if params.is_greedy:
         return logits.argmax(-1)
     probs = processed_probs(logits, params)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from eagle3_core import UserError
@@ -32,8 +33,9 @@ class Request:
     stream: OutputStream
     slot: int = -1
     num_held: int = 0
-    first_draft: int | None = None  # what the draft proposes next; known once its slots are filled
-    feedback: Tensor | None = None  # [H], what the draft's next step takes in place of aux states
+    first_draft: int = -1  # what the draft proposes next; known once its slots are filled
+    # [H], what the draft's next step takes in place of aux states
+    feedback: Tensor = field(default_factory=lambda: torch.empty(0))
     stats: RequestStats = field(default_factory=RequestStats)
 
     @property

@@ -6,7 +6,7 @@ it; so the round's context travels with the call and no cache object is involved
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ def _attention(
             raise UserError(
                 f"target: its attention needs {name!r}, which this engine does not have"
             )
-    out = packed.attend_scaled(module.layer_idx, query, key, value, scaling, sliding_window)
+    layer = cast(int, module.layer_idx)
+    out = packed.attend_scaled(layer, query, key, value, scaling, sliding_window)
     return out.transpose(1, 2), None
 
 
