@@ -110,7 +110,8 @@ def _tokenizer_size(target: str) -> int:
 def _scan(reading: Reading) -> None:
     files = reading.files
     total = sum(files.tensors[name].num_bytes for name in reading.names.values())
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("scanning", total=total)
         for _, num_bytes in describe.scan(reading):
             progress.advance(task, num_bytes)
