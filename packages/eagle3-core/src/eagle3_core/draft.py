@@ -144,8 +144,8 @@ class Eagle3Draft(nn.Module):
     def _rotary(self) -> tuple[nn.Module]:
         """transformers' rope tables, in a tuple so that Module.to(bfloat16) cannot round them.
 
-        Made on first use: importing them takes seconds, which a reader of shapes need not pay, and a
-        draft built on the meta device gets real ones.
+        Made on first use: importing them takes seconds, which a reader of shapes need not pay,
+        and a draft built on the meta device gets real ones.
         """
         from eagle3_core.rope import rotary_embedding  # noqa: PLC0415
 
@@ -159,8 +159,8 @@ class Eagle3Draft(nn.Module):
             else:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
-    def project(self, aux: Tensor) -> Tensor:
-        """[B,S,A·T] -> [B,S,H]: aux norm, then fc. For the target's states, never fed-back ones."""
+    def norm_aux(self, aux: Tensor) -> Tensor:
+        """[...,A·T] -> [...,A·T]: the aux norm alone, whole concatenation first, then each state."""
         if aux.shape[-1] != self.config.aux_width:
             raise ValueError(
                 f"aux states are {aux.shape[-1]} wide, expected "
@@ -179,6 +179,11 @@ class Eagle3Draft(nn.Module):
                 ],
                 -1,
             )
+        return aux
+
+    def project(self, aux: Tensor) -> Tensor:
+        """[B,S,A·T] -> [B,S,H]: aux norm, then fc. For the target's states, never fed-back ones."""
+        aux = self.norm_aux(aux)
         return self.fc(aux) if self.config.has_fc else aux
 
     def embed(self, ids: Tensor) -> Tensor:
