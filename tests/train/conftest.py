@@ -145,7 +145,7 @@ def write_run(target_folder: Path) -> Callable[[Path], Path]:
             "target": str(target_folder),
             "data": {"train": [str(folder / "train.jsonl")], "eval": [str(folder / "eval.jsonl")]},
             "capture": {"aux_layer_ids": [1, 2, 3]},
-            "draft": {"vocab_size": 64, "init": "target"},
+            "draft": {"vocab_size": 64, "init": "least_squares"},
             "fit": {
                 "ttt_length": 3,
                 "batch_tokens": 200,

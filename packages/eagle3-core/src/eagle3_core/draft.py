@@ -160,7 +160,7 @@ class Eagle3Draft(nn.Module):
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
     def norm_aux(self, aux: Tensor) -> Tensor:
-        """[...,A·T] -> [...,A·T]: the aux norm alone, whole concatenation first, then each state."""
+        """[...,A·T] -> [...,A·T]: the aux norm; the whole concatenation first, then each state."""
         if aux.shape[-1] != self.config.aux_width:
             raise ValueError(
                 f"aux states are {aux.shape[-1]} wide, expected "

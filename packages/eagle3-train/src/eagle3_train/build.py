@@ -9,6 +9,8 @@ from eagle3_core.config import ROPE_TYPES
 from eagle3_core.target import Target, decoder_parts
 from eagle3_core.vocab import vocab_map
 from eagle3_train.config import DraftSection
+from eagle3_train.evaluate import Samples
+from eagle3_train.regression import check_startable, start_by_regression
 
 
 def draft_config(
@@ -54,19 +56,21 @@ def build_draft(
     target: Target,
     section: DraftSection,
     kept_ids: Tensor | None,
+    samples: Samples,
     seed: int,
 ) -> Eagle3Draft:
-    """A draft ready to train, float32.
+    """A draft ready to train, float32, with the target's embeddings where they fit.
 
     Args:
         config: of `draft_config`.
-        target: gives the embeddings, and with `init: target` more.
+        target: gives the embeddings, and with `init: least_squares` head and final norm.
         section: says where the weights start.
         kept_ids: [D] target ids of a pruned vocabulary; None = unpruned.
+        samples: what `init: least_squares` fits.
         seed: of the random weights.
 
     Raises:
-        UserError: `init: target` and shapes that do not fit.
+        UserError: `init: least_squares` and sizes that do not fit, or nothing supervised.
     """
     draft = Eagle3Draft(config)
     draft.init_weights(torch.Generator().manual_seed(seed))
@@ -74,64 +78,27 @@ def build_draft(
         d2t, t2d = vocab_map(kept_ids, config.vocab_size)
         draft.d2t.copy_(d2t)
         draft.t2d.copy_(t2d)
-    with torch.no_grad():
-        if config.hidden_size == target.hidden_size:
-            start_embeddings(draft, target)
-        if section.init == "target":
-            start_head(draft, target)
-            start_fc(draft)
-            start_layers(draft, target, section.init_layer)
+    if config.hidden_size == target.hidden_size:
+        start_embeddings(draft, target)
+    if section.init == "least_squares":
+        check_startable(config)
+        start_head(draft, target)
+        start_by_regression(draft, samples, seed)
     return draft
 
 
+@torch.no_grad()
 def start_embeddings(draft: Eagle3Draft, target: Target) -> None:
     """The target's embeddings."""
     _copy(draft.embed_tokens.weight, _weight(target.model.get_input_embeddings()), "embed_tokens")
 
 
+@torch.no_grad()
 def start_head(draft: Eagle3Draft, target: Target) -> None:
     """The target's head rows of the draft vocabulary, and its final norm."""
     kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
     _copy(draft.lm_head.weight, target.lm_head[kept], "lm_head")
     _copy(draft.norm.weight, _weight(decoder_parts(target.model).norm), "norm")
-
-
-def start_fc(draft: Eagle3Draft) -> None:
-    """Pass the deepest aux state through unchanged."""
-    if not draft.config.has_fc:
-        return
-    width = draft.config.target_hidden_size
-    if draft.config.hidden_size != width:
-        raise UserError(_misfit("hidden_size", draft.config.hidden_size, width))
-    draft.fc.weight.zero_()
-    draft.fc.weight[:, -width:] = torch.eye(width)
-
-
-def start_layers(draft: Eagle3Draft, target: Target, last: int) -> None:
-    """Copy target layers ending with `last`; what reads the embedding starts at zero."""
-    layers = decoder_parts(target.model).layers
-    if not -len(layers) <= last < len(layers):
-        raise UserError(
-            f"draft.init_layer is {last}, expected {-len(layers)}..{len(layers) - 1}: "
-            f"the target has {len(layers)} layers"
-        )
-    depth = len(draft.layers)
-    for i, module in enumerate(draft.layers):
-        source = layers[max(0, last % len(layers) - (depth - 1 - i))]
-        names = dict(source.named_parameters())
-        sees_embedding = draft.config.sees_embedding(i)
-        for name, parameter in module.named_parameters():
-            if name == "input_layernorm.weight" and sees_embedding:
-                continue  # norms the embedding, for which the target has no counterpart
-            wanted = "input_layernorm.weight" if name == "hidden_norm.weight" else name
-            if wanted not in names:
-                raise UserError(
-                    f"draft.init: target has no {wanted} in its layers; use draft.init: random"
-                )
-            value = names[wanted]
-            if sees_embedding and name.startswith(("self_attn.q_", "self_attn.k_", "self_attn.v_")):
-                value = torch.cat([torch.zeros_like(value), value], dim=-1)
-            _copy(parameter, value, f"layers.{i}.{name}")
 
 
 def _copy(parameter: Tensor, value: Tensor, name: str) -> None:

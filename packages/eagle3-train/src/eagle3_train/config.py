@@ -75,8 +75,7 @@ class DraftSection(Section):
     aux_norm: AuxNorm = "none"
     residual: Residual = "raw"
     feedback: Feedback = "pre_norm"
-    init: Literal["random", "target"] = "random"  # where the weights start
-    init_layer: int = -1  # with init=target: the target layer copied; negative counts from the end
+    init: Literal["random", "least_squares"] = "random"  # where the weights start
 
 
 class FitConfig(Section):
@@ -100,7 +99,6 @@ class FitConfig(Section):
     train_head: bool = True
     save_every: Count | None = None  # steps between checkpoints; none = only the end
     keep: Count = 2  # checkpoints kept
-    log_every: Count = 1
 
 
 class EvalConfig(Section):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft, UserError, load_draft
+from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, load_target
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Capturer, OnlineFeatures, capture
-from eagle3_train.config import TrainConfig
+from eagle3_train.config import Dtype, TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
     Example,
@@ -68,7 +69,7 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
     if output.exists() and is_current(record, inputs):
         console.print(f"{output} is complete")
         return {"output": str(output), "answered": 0}
-    target = load_target(config.target, _DTYPES[section.dtype])
+    target = _reader(config.target, section.dtype)
     sampling = Sampling(section.max_tokens, section.temperature, seed=config.seed)
     result = regenerate(
         target,
@@ -103,7 +104,7 @@ def run_capture(config: TrainConfig) -> dict[str, Any]:
             console.print(f"{folder} is complete")
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
-        target = target or load_target(config.target, _DTYPES[config.capture.dtype])
+        target = target or _reader(config.target, config.capture.dtype)
         prepared = _prepare(config, sources, _template(config, target))
         for warning in prepared.warnings():
             console.print(warning, markup=False)
@@ -189,7 +190,7 @@ def new_draft(config: TrainConfig, store: Features) -> Eagle3Draft:
     kept = _vocabulary(config, target, store)
     size = target.vocab_size if kept is None else len(kept)
     shape = draft_config(config.draft, target, store.meta.aux_layer_ids, size)
-    return build_draft(shape, target, config.draft, kept, config.seed)
+    return build_draft(shape, target, config.draft, kept, store, config.seed)
 
 
 def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor | None:
@@ -216,6 +217,14 @@ def _splits(config: TrainConfig) -> dict[str, list[str]]:
 def _prepare(config: TrainConfig, sources: Sequence[str], template: ChatTemplate) -> Prepared:
     data = config.data
     return prepare(sources, template, max_length=data.max_length, strict=data.strict)
+
+
+def _reader(name: str, dtype: Dtype) -> Target:
+    """A target that only reads and answers: on a CPU its linears are packed."""
+    target = load_target(name, _DTYPES[dtype])
+    if is_packing_available():
+        pack_linears(target.model)
+    return target
 
 
 def _template(config: TrainConfig, target: Target) -> ChatTemplate:
@@ -248,7 +257,7 @@ def _features(config: TrainConfig, split: str) -> Features:
     if sources is None:
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
-        target = load_target(config.target, _DTYPES[config.capture.dtype])
+        target = _reader(config.target, config.capture.dtype)
         prepared = _prepare(config, sources, _template(config, target))
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)
