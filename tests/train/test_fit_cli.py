@@ -81,6 +81,13 @@ def test_online_equals_offline(
     assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=0.2)
 
 
+@pytest.mark.parametrize("arguments", [["--what"], ["--num-processes", "0"]])
+def test_unknown_options_are_refused(config: Path, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", str(config), *arguments])
+    assert caught.value.code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

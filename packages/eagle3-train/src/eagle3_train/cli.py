@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = build_parser().parse_args(argv)
+    options = _parse(argv)
     try:
         config = load_config(options.config, options.overrides)
         if options.stage == "fit" and options.num_processes > 1 and not is_worker():
@@ -61,6 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options and overrides in any order, which argparse alone does not allow."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(argv)
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides += rest
+    if options.stage == "fit" and options.num_processes < 1:
+        parser.error(f"--num-processes is {options.num_processes}, expected 1 or more")
+    return options
 
 
 def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:

@@ -179,9 +179,9 @@ class Trainer:
         weights = (weights / normaliser(fit.loss_convention, counted, int(tokens))).float()
 
         loss, counts = self._backward(batches, slots, weights)
-        rate = fit.learning_rate * learning_rate_factor(
-            fit, (self.progress.step + 1) / len(self.steps)
-        )
+        # The middle of the step, so that neither the first nor the last is spent at a rate of 0.
+        middle = (self.progress.step + 0.5) / len(self.steps)
+        rate = fit.learning_rate * learning_rate_factor(fit, middle)
         norm = self._update(rate, bool(counted.sum()))
         seconds = time.monotonic() - began
         self.progress = Progress(
