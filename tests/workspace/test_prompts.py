@@ -19,7 +19,8 @@ def grams(text: str, n: int) -> set[tuple[str, ...]]:
 
 @pytest.fixture(scope="module")
 def train(root: Path) -> list[dict[str, str]]:
-    return rows(root / "demo/prompts.jsonl")
+    # The second file is for the long demo.
+    return rows(root / "demo/prompts.jsonl") + rows(root / "demo/more-prompts.jsonl")
 
 
 @pytest.fixture(scope="module")
