@@ -39,6 +39,7 @@ def stages(config_path: str, config: TrainConfig) -> list[tuple[str, list[str]]]
         f"regenerate.prompts=[{HELDOUT}]",
         "regenerate.samples_per_prompt=1",
         "regenerate.temperature=0.0",
+        "regenerate.dtype=float32",  # as they are served
     ]
     return [
         ("the target answers the training prompts", [train, "regenerate", config_path]),
