@@ -170,6 +170,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         tensors,
         arguments.destination,
         arguments.to,
+        target_name=arguments.target,
         identity_map=overrides.get("d2t") == "identity",
     )
     consumer = CONSUMERS.get(arguments.to)

@@ -1,5 +1,6 @@
 """Writing a draft in another project's layout, or refusing by name what it cannot hold."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,12 @@ DESTINATIONS = (canonical.NAME, *CONSUMERS)
 
 
 def export_draft(
-    draft: Eagle3Draft, path: str | Path, to: str, *, identity_map: bool = False
+    draft: Eagle3Draft,
+    path: str | Path,
+    to: str,
+    *,
+    target_name: str | None = None,
+    identity_map: bool = False,
 ) -> None:
     """Write `draft` as `to`'s checkpoint folder.
 
@@ -26,13 +32,16 @@ def export_draft(
         draft: what to write; its embeddings and lm_head are always part of the file.
         path: the folder.
         to: one of `DESTINATIONS`.
+        target_name: name or folder of the target, for layouts that name it.
         identity_map: the caller vouches for a map of zero offsets.
 
     Raises:
         UserError: `to` would compute something else than the draft, or a bad weight or path.
     """
     tensors = {n: t.detach().contiguous().cpu() for n, t in draft.state_dict().items()}
-    export_tensors(draft.config, tensors, path, to, identity_map=identity_map)
+    export_tensors(
+        draft.config, tensors, path, to, target_name=target_name, identity_map=identity_map
+    )
 
 
 def export_tensors(
@@ -41,6 +50,7 @@ def export_tensors(
     path: str | Path,
     to: str,
     *,
+    target_name: str | None = None,
     identity_map: bool = False,
 ) -> None:
     """As `export_draft`, from a state dict.
@@ -61,7 +71,11 @@ def export_tensors(
     if refusals:
         raise UserError(f"{path}: {to} cannot hold this draft: {'; '.join(refusals)}")
     dtype = str(tensors["lm_head.weight"].dtype).removeprefix("torch.")
-    write_folder(path, consumer.to_json(config, dtype), _renamed(consumer, config, tensors))
+    out = consumer.to_json(config, dtype)
+    if consumer.target_key:
+        *outer, key = consumer.target_key
+        functools.reduce(dict.__getitem__, outer, out)[key] = target_name
+    write_folder(path, out, _renamed(consumer, config, tensors))
 
 
 def _renamed(

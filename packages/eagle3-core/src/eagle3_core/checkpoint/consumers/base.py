@@ -14,7 +14,8 @@ class Consumer:
     """One consumer. `limits` lists what it cannot honour, `to_json` writes its config.json.
 
     `rename` gives every name that a canonical tensor is written under; `full_map` says whether
-    the trivial map of an unpruned vocabulary is written too; `notes` are for whoever serves it.
+    the trivial map of an unpruned vocabulary is written too; `target_key` is where its config names
+    the target; `notes` are for whoever serves it.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Consumer:
     to_json: Callable[[DraftConfig, str], dict[str, Any]]
     rename: Callable[[DraftConfig, str], tuple[str, ...]]
     full_map: bool = False
+    target_key: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def refusals(self, config: DraftConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""SGLang (0.5.23: models/llama_eagle3.py). It loads by name and is silent about what is left over."""
+"""SGLang (0.5.23: models/llama_eagle3.py). Loads by name, silent about what is left over."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -77,5 +77,11 @@ def _to_json(config: DraftConfig, dtype: str) -> dict[str, Any]:
 
 
 CONSUMER = Consumer(
-    name="speculators", serves=False, limits=_limits, to_json=_to_json, rename=same_name
+    name="speculators",
+    serves=False,
+    limits=_limits,
+    to_json=_to_json,
+    rename=same_name,
+    target_key=("speculators_config", "verifier", "name_or_path"),
+    notes=("speculators itself loads it only when it was written with the target (--target)",),
 )
