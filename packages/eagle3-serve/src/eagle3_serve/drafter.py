@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from eagle3_core import Eagle3Draft, TorchOps
 from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
 from eagle3_serve.kv import KVStore, PackedContext, Segment
+from eagle3_serve.padding import pad_rows
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
 
@@ -89,7 +90,7 @@ class Drafter:
             segments.append(self._segment(first, request, count, -count))
             tokens += request.tokens[request.num_held - count + 1 : request.num_held + 1]
             first += count
-        states = self.draft.project(aux[None])[0]
+        states = self.draft.project(pad_rows(aux)[None])[0, : len(aux)]
         hidden = self._run(torch.tensor(tokens, device=self._device), states, segments)
         last = hidden[[s.first_row + s.num_rows - 1 for s in segments]]
         chosen = self._choose(last, requests, [len(r.tokens) for r in requests])
@@ -101,15 +102,17 @@ class Drafter:
 
     def _run(self, tokens: Tensor, states: Tensor, segments: Sequence[Segment]) -> Tensor:
         """tokens [R], states [R,H] -> [R,H], before the final norm."""
-        positions = torch.cat([s.positions for s in segments])[None]
+        positions = pad_rows(torch.cat([s.positions for s in segments]))[None]
         context = PackedContext(self._store, segments, self.draft.config.sliding_window)
-        return self.draft(self.draft.embed(tokens[None]), states[None], positions, context)[0]
+        embedded = self.draft.embed(pad_rows(tokens)[None])
+        hidden = self.draft(embedded, pad_rows(states)[None], positions, context)
+        return hidden[0, : len(tokens)]
 
     def _choose(
         self, hidden: Tensor, requests: Sequence[Request], positions: Sequence[int]
     ) -> list[int]:
         """The target id that each row [R,H] proposes for the given position."""
-        logits = self.draft.logits(hidden)
+        logits = self.draft.logits(pad_rows(hidden))[: len(hidden)]
         chosen = logits.argmax(-1)
         for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
             if not request.params.is_greedy:

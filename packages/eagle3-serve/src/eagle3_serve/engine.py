@@ -43,7 +43,7 @@ class Engine:
     """Decodes a batch of requests with a target and, if there is one, its draft."""
 
     def __init__(self, target: Target, draft: Eagle3Draft | None, config: EngineConfig) -> None:
-        """Take memory for keys and values as `config` allows, and run two tokens as a check.
+        """Take memory for keys and values as `config` allows, and run a few tokens as a check.
 
         On a CPU the linears of target and draft are packed in place: both can be run afterwards,
         by several engines too, but not trained or saved.

@@ -16,6 +16,7 @@ from eagle3_core import UserError
 from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, capture_boundaries
 from eagle3_serve.kv import KVStore, PackedContext, Segment
+from eagle3_serve.padding import pad_rows
 
 _ATTENTION = "eagle3_packed"
 # What transformers passes to attention functions and this one takes no notice of: switched off or
@@ -97,49 +98,47 @@ class TargetRunner:
         Returns:
             logits [r,V] and aux states [R,A·T] (width 0 without aux ids).
         """
+        num_rows, num_logits = len(token_ids), len(logit_rows)
+        kept = pad_rows(logit_rows)
         with (
             self._packed_attention(),
             capture_boundaries(self._model, self._aux_layer_ids) as capture,
         ):
             output = self._model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
+                input_ids=pad_rows(token_ids)[None],
+                position_ids=pad_rows(positions)[None],
                 use_cache=False,
-                logits_to_keep=logit_rows,
+                logits_to_keep=kept,
                 packed=context,
             )
             states = capture.states()
-        aux = (
-            torch.cat([s[0] for s in states], -1)
-            if states
-            else output.logits.new_empty(len(token_ids), 0)
-        )
-        return output.logits[0], aux
+        if output.logits.shape[1] != len(kept):
+            raise RuntimeError("its forward takes no notice of logits_to_keep")
+        logits = output.logits[0, :num_logits]
+        if not states:
+            return logits, logits.new_empty(num_rows, 0)
+        return logits, torch.cat([state[0, :num_rows] for state in states], -1)
 
     def check(self, store: KVStore) -> None:
-        """Run two tokens, and refuse a target whose layers do not all work on the packed context.
+        """Run a few tokens, and refuse a target whose layers do not all work on the packed context.
 
         Raises:
             UserError: an aux id is out of range, or the architecture is not one for this engine.
         """
         device = self._model.device
-        store.keys[:, :, :2] = torch.nan
-        context = PackedContext(store, [Segment(0, 2, 0, 0, device)])
-        ids, last = torch.arange(2, device=device), torch.tensor([1], device=device)
+        count = min(5, store.keys.shape[2])
+        store.keys[:, :, :count] = torch.nan
+        context = PackedContext(store, [Segment(0, count, 0, 0, device)])
+        ids, last = torch.arange(count, device=device), torch.tensor([1], device=device)
         try:
-            logits, _ = self.forward(ids, ids, context, last)
+            self.forward(ids, ids, context, last)
         except (RuntimeError, TypeError) as error:
             line = next(iter(str(error).splitlines()), type(error).__name__)
             raise UserError(f"{self._name}: its layers do not fit this engine: {line}") from error
-        if store.keys[:, :, :2].isnan().any():
+        if store.keys[:, :, :count].isnan().any():
             raise UserError(
                 f"{self._name}: has layers without keys and values of their own (recurrent or "
                 "sharing ones); this engine decodes plain attention layers"
-            )
-        if logits.shape != (1, self.target.vocab_size):
-            raise UserError(
-                f"{self._name}: gave logits of shape {tuple(logits.shape)} for one row, "
-                f"expected (1, {self.target.vocab_size})"
             )
 
     @property
