@@ -138,7 +138,8 @@ class Eagle3Draft(nn.Module):
         if config.is_pruned:
             # Identity until a real map is set; a checkpoint with this placeholder is refused.
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-            self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+            self.t2d[: config.draft_vocab_size].fill_(True)
 
     @cached_property
     def _rotary(self) -> tuple[nn.Module]:

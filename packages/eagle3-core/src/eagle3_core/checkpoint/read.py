@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from eagle3_core.checkpoint.dialects import canonical, clues_of, find_dialect
 from eagle3_core.checkpoint.files import CheckpointFiles
@@ -76,8 +77,7 @@ def load_draft(
     reading = plan_reading(path, target, overrides)
     tensors = read_tensors(reading)
     wanted = dtype or common_dtype(tensors, reading.report)
-    with torch.device("meta"):
-        draft = Eagle3Draft(reading.config)
+    draft = _unfilled_draft(reading.config)
     draft.load_state_dict(
         {n: t.to(wanted) if t.is_floating_point() else t for n, t in tensors.items()},
         strict=True,
@@ -153,9 +153,23 @@ def read_tensors(reading: Reading, *, borrow: bool = True) -> dict[str, Tensor]:
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a draft."""
-    with torch.device("meta"):
-        draft = Eagle3Draft(config)
-    return {name: tuple(t.shape) for name, t in draft.state_dict().items()}
+    return {n: tuple(t.shape) for n, t in _unfilled_draft(config).state_dict().items()}
+
+
+class _NoInit(TorchFunctionMode):
+    """Skips torch.nn.init: on the meta device its first call imports a compiler, for seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return func(*args, **(kwargs or {}))
+
+
+def _unfilled_draft(config: DraftConfig) -> Eagle3Draft:
+    with torch.device("meta"), _NoInit():
+        return Eagle3Draft(config)
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
