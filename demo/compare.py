@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3_core import Eagle3Draft, load_draft
@@ -19,10 +18,12 @@ from eagle3_serve.config import EngineConfig
 from eagle3_serve.engine import Engine
 from eagle3_serve.prompts import encode_chat, read_prompts
 from eagle3_serve.sampling import SamplingParams
+from eagle3_train.display import display
 
-CANDIDATES = (1, 2, 3, 4)  # chain lengths tried
-NUM_TRIAL_PROMPTS = 6
+CANDIDATES = (1, 2, 3)  # chain lengths tried
+NUM_TRIAL_PROMPTS = 4
 MAX_MODEL_LEN = 1024  # tokens of prompt and answer; bounds each engine's memory
+_WARM_UP = SamplingParams(max_tokens=4, temperature=0.0)  # the first round allocates
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ def compare(
         for row in rows
     ]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    with _progress(console) as progress:
-        best = _fastest_length(target, draft, prompts[:NUM_TRIAL_PROMPTS], params, progress)
-        result = _measure(target, draft, prompts, params, best, progress)
+    best = _fastest_length(target, draft, prompts[:NUM_TRIAL_PROMPTS], params)
+    result = _measure(target, draft, prompts, params, best)
     _write(kept, {"inputs": inputs, "result": asdict(result)})
     return result
 
@@ -94,17 +94,17 @@ def _fastest_length(
     draft: Eagle3Draft,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    progress: Progress,
 ) -> int:
-    task = progress.add_task("trying chain lengths", total=len(CANDIDATES) * len(prompts))
     seconds: dict[int, float] = dict.fromkeys(CANDIDATES, 0.0)
     engines = {k: _engine(target, draft, k) for k in CANDIDATES}
-    for engine in engines.values():
-        _answer(engine, prompts[0], params)  # the first round allocates
-    for prompt in prompts:  # all lengths on one prompt, then the next: drift hits all alike
-        for k, engine in engines.items():
-            seconds[k] += _answer(engine, prompt, params)[1]
-            progress.advance(task)
+    with display("trying chain lengths", len(prompts)) as shown:
+        for engine in engines.values():
+            _answer(engine, prompts[0], _WARM_UP)
+        # All lengths on one prompt, then the next: drift hits all alike.
+        for number, prompt in enumerate(prompts, 1):
+            for k, engine in engines.items():
+                seconds[k] += _answer(engine, prompt, params)[1]
+            shown.update(number)
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -114,25 +114,24 @@ def _measure(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     num_speculative_tokens: int,
-    progress: Progress,
 ) -> Comparison:
-    task = progress.add_task("with and without the draft", total=len(prompts))
     plain = _engine(target, None, 0)
     speculative = _engine(target, draft, num_speculative_tokens)
-    _answer(plain, prompts[0], params)
-    _answer(speculative, prompts[0], params)
+    _answer(plain, prompts[0], _WARM_UP)
+    _answer(speculative, prompts[0], _WARM_UP)
     speculative.reset_stats()  # the warm-up does not count
     num_tokens, plain_seconds, draft_seconds = 0, 0.0, 0.0
     different = []
-    for prompt in prompts:
-        expected, seconds = _answer(plain, prompt, params)
-        plain_seconds += seconds
-        found, seconds = _answer(speculative, prompt, params)
-        draft_seconds += seconds
-        num_tokens += len(expected)
-        if found != expected:
-            different.append(prompt.name)
-        progress.advance(task)
+    with display("with and without the draft", len(prompts)) as shown:
+        for number, prompt in enumerate(prompts, 1):
+            expected, seconds = _answer(plain, prompt, params)
+            plain_seconds += seconds
+            found, seconds = _answer(speculative, prompt, params)
+            draft_seconds += seconds
+            num_tokens += len(expected)
+            if found != expected:
+                different.append(prompt.name)
+            shown.update(number, f"{plain_seconds:.0f} s and {draft_seconds:.0f} s")
     stats = speculative.stats
     return Comparison(
         num_prompts=len(prompts),
@@ -162,16 +161,6 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> tuple[lis
         for output in engine.step():
             token_ids += output.token_ids
     return token_ids, time.perf_counter() - start
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def _fingerprint(draft: Path, prompts_file: Path, *settings: str | int) -> str:

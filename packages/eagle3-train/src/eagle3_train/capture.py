@@ -13,7 +13,7 @@ from eagle3_train.data.mask import Example
 from eagle3_train.display import display
 from eagle3_train.store import Sample, StoreMeta, StoreWriter, check_finite, head_digest, sample_key
 
-_LOGIT_ROWS = 256  # rows of full-vocabulary logits alive at a time
+_LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
 
 class Capturer:
@@ -113,11 +113,13 @@ class Capturer:
         for chunk in torch.arange(len(rows)).split(_LOGIT_ROWS):
             at = rows[chunk], columns[chunk]
             logits = final[at].float() @ self._head.T
-            z = logits.logsumexp(-1)
-            argmax[at] = logits.argmax(-1).int().cpu()
-            logz[at] = z.cpu()
-            counted = predicts[at].to(logits.device)
-            mass += logits.sub_(z[:, None]).exp_()[counted].sum(0)
+            # As few passes over the vocabulary as there can be: they cost more than the product.
+            top, choice = logits.max(-1)
+            weights = logits.sub_(top[:, None]).exp_()
+            sums = weights.sum(-1)
+            argmax[at] = choice.int().cpu()
+            logz[at] = (top + sums.log()).cpu()
+            mass += (predicts[at].to(sums.device) / sums) @ weights
         return argmax, logz, mass.cpu()
 
 
