@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle3_core import DraftConfig, Eagle3Draft, UserError
 from eagle3_core.draft import DraftLayer
 from eagle3_train.evaluate import Samples
-from eagle3_train.ttt import Sample
+from eagle3_train.store import Sample
 
 # Samples of each unknown: the slots used are this many times the width of the regressor.
 _SLOTS_PER_FEATURE = 24
