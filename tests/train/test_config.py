@@ -38,7 +38,11 @@ def test_overrides_are_typed_as_yaml_and_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        (MINIMAL + "fit: {epoch: 1}", [], "run.yaml: fit.epoch: unknown key; did you mean 'epochs'"),
+        (
+            MINIMAL + "fit: {epoch: 1}",
+            [],
+            "run.yaml: fit.epoch: unknown key; did you mean 'epochs'",
+        ),
         (MINIMAL + "trian: {}", [], "run.yaml: trian: unknown key; known are"),
         (MINIMAL + "fit: {epochs: 2.5}", [], "fit.epochs: found 2.5, expected a valid integer"),
         (MINIMAL + "fit: {epochs: '3'}", [], "fit.epochs: found '3', expected a valid integer"),
