@@ -81,10 +81,8 @@ class Engine:
         """Positions of keys and values that no request owns."""
         return self._scheduler.num_free_slots
 
-    def add(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> str:
-        """Queue a request; returns its id.
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Length, prompt included, at which a request would end at the latest.
 
         Raises:
             UserError: it can never fit, or a token id is not the target's.
@@ -93,6 +91,17 @@ class Engine:
         wrong = next((t for t in prompt_ids if not 0 <= t < self.target.vocab_size), None)
         if wrong is not None:
             raise UserError(f"prompt: token id {wrong} is not in 0..{self.target.vocab_size - 1}")
+        return limit
+
+    def add(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
+    ) -> str:
+        """Queue a request; returns its id.
+
+        Raises:
+            UserError: it can never fit, or a token id is not the target's.
+        """
+        limit = self.check(prompt_ids, params)
         # The output ends at the context limit at the latest.
         params = replace(params, max_tokens=limit - len(prompt_ids))
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -247,6 +256,11 @@ def check_pair(target: Target, draft: Eagle3Draft) -> None:
                 f"draft: {name} is {found}, but the target {target.name} has {expected}; "
                 "the draft was made for another target"
             )
+    if config.aux_source == "final_norm":
+        raise UserError(
+            "draft: aux_source is final_norm, expected boundaries; this engine does not "
+            "hand a draft the state behind the target's final norm"
+        )
     if config.aux_layer_ids is None:
         raise UserError(
             "draft: aux_layer_ids is not set, expected the boundary ids it was trained on"
