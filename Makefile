@@ -5,11 +5,11 @@ export PATH := $(CURDIR)/.venv/bin:$(CURDIR)/.venv-uv/bin:$(PATH)
 
 METADATA := pyproject.toml $(wildcard packages/*/pyproject.toml) uv.lock
 SYNCED := .venv/synced
-PYTHON_CODE := packages scripts demo benchmarks tests
+PYTHON_CODE := packages scripts demo benchmarks tests interop
 
 .PHONY: help
 help: ## Print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: sync
 sync: $(SYNCED) ## Create .venv with the locked versions (installs uv first where it is missing)
@@ -48,6 +48,15 @@ wheels: sync ## Build each package and import all of it from its wheel alone
 .PHONY: test
 test: sync ## Run the whole CPU test suite
 	@OMP_NUM_THREADS=1 pytest
+
+# Not part of the test suite: the peers weigh gigabytes, and vLLM needs the draft that the demo trains.
+.PHONY: interop
+interop: interop-peers ## Check against SpecForge, speculators and vLLM themselves (after make demo)
+	@scripts/interop.sh vllm
+
+.PHONY: interop-peers
+interop-peers: sync ## The half of it that needs no vLLM and no trained draft
+	@scripts/interop.sh peers
 
 .PHONY: demo
 demo: sync ## Train a draft for a real 135M target, serve with it, print the speed-up (15 minutes)
