@@ -113,7 +113,7 @@ class TestGenerate:
                 "system comes first",
             ),
             (b"\xff{}\n", "is not UTF-8"),
-            (b'{"prompt": "' + b"a" * 300 + b'"}\n', "300 tokens"),
+            (b'{"prompt": "f"}\n{"prompt": "' + b"a" * 300 + b'"}\n', ":2: prompt: is 300 tokens"),
         ],
     )
     def test_bad_prompts_write_nothing(
@@ -138,6 +138,8 @@ class TestGenerate:
             (["--num-speculative-tokens", "2"], "needs a draft"),
             (["--out", "."], "is a directory"),
             (["--out", "no/such/folder/out.jsonl"], "is not a directory"),
+            (["--out", os.devnull], "is not a regular file"),
+            (["--out", "x" * 250], "cannot be written"),  # with the suffix of a partial file: > 255
         ],
     )
     def test_bad_arguments_write_nothing(
@@ -152,6 +154,21 @@ class TestGenerate:
         assert generate(chain_pair, prompts, tmp_path / "out.jsonl", *more) == 2
         self._one_line(capsys, words)
         assert list(tmp_path.iterdir()) == [prompts]
+
+    def test_the_prompts_are_not_overwritten(
+        self, chain_pair: Any, prompts: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = prompts.read_bytes()
+        assert generate(chain_pair, prompts, prompts) == 2
+        self._one_line(capsys, "is the file of prompts")
+        assert prompts.read_bytes() == before
+
+    def test_a_link_stays_a_link(self, chain_pair: Any, prompts: Path, tmp_path: Path) -> None:
+        link, real = tmp_path / "link.jsonl", tmp_path / "real.jsonl"
+        link.symlink_to(real)
+        assert generate(chain_pair, prompts, link) == 0
+        assert link.is_symlink()
+        assert len(real.read_text().splitlines()) == len(prompts.read_text().splitlines())
 
     def test_a_draft_of_another_target(
         self, chain_pair: Any, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

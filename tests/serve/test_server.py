@@ -270,7 +270,8 @@ class TestChat:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = response.text.removesuffix("\n\n").split("\n\n")
         assert events[-1] == "data: [DONE]"
-        usage = json.loads(events[-2].removeprefix("data: "))
+        *others, usage = (json.loads(event.removeprefix("data: ")) for event in events[:-1])
+        assert all(chunk["usage"] is None for chunk in others)
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
 
     def test_text_is_utf8_and_never_half_a_character(self, server: Running) -> None:
@@ -328,6 +329,10 @@ BAD_BODIES = [
     ({"prompt": [272]}, "prompt", "272 is not in 0..271"),
     ({"prompt": [-1]}, "prompt", "-1 is not in"),
     ({"prompt": ["f"] * 65, "n": 2}, "n", "more than 128"),
+    ({"prompt": "f", "stop_token_ids": [272]}, "stop_token_ids", "272 is not in 0..271"),
+    ({"prompt": "f", "stop_token_ids": [-1]}, "stop_token_ids", "-1 is not in"),
+    # The chosen tokens' logprobs, not none: only false and null ask for nothing.
+    ({"prompt": "f", "logprobs": 0}, "logprobs", "not supported"),
 ]
 BAD_CHATS = [
     ({}, "messages", "required"),
@@ -388,11 +393,18 @@ class TestRefusals:
             (b'{"prompt": "f",}', 400, "not JSON"),
             (b"[1, 2]", 400, "JSON object"),
             (b'"text"', 400, "JSON object"),
-            (b"\xff\xfe", 400, "body"),
-            (b"[" * 200_000, 400, "body"),
+            (b"\xff\xfe", 400, "not JSON"),
+            (b'{"prompt": "\xe9"}', 400, "as JSON"),
+            (b"[" * 200_000, 400, "as JSON"),
             (b'{"prompt": "f", "temperature": NaN}', 400, "finite"),
             (b'{"prompt": "\\ud83d"}', 400, "surrogate"),
-            (b'{"prompt": "f", "stop": "\\ud83d"}', 400, "Unicode"),
+            (b'{"prompt": "f", "stop": "\\ud83d"}', 400, "stop: holds an unpaired surrogate"),
+            (b'{"prompt": "f", "\\ud83d": 1}', 400, "surrogate"),
+            (b'{"prompt": "f", "user": "\\ud83d"}', 400, "user: holds an unpaired surrogate"),
+            (b'{"prompt": "f", "stream_options": {"\\ud83d": 1}}', 400, "stream_options: holds"),
+            (b'{"prompt": "f", "metadata": {"k": ["\\ud83d"]}}', 400, "metadata: holds"),
+            (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "prompt: must be"),
+            (b'{"prompt": "f", "seed": ' + b"9" * 5000 + b"}", 400, "as JSON"),
             (b'{"prompt": "' + b"x" * 2**24 + b'"}', 413, "larger than"),
         ],
     )

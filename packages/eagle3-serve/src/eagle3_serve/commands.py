@@ -56,7 +56,7 @@ def generate(args: argparse.Namespace) -> None:
             been written then.
     """
     rows = read_prompts(args.prompts)
-    _check_output(args.out)
+    out = _output(args.out, args.prompts)
     target, engine = _load(args)
     prompts = [row.encode(target.tokenizer) for row in rows]
     params = [
@@ -67,6 +67,11 @@ def generate(args: argparse.Namespace) -> None:
         )
         for i in range(len(rows))
     ]
+    for row, prompt, own in zip(rows, prompts, params, strict=True):
+        try:
+            engine.check(prompt, own)
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from error
     with _progress() as progress:
         task = progress.add_task("generate", total=len(rows))
         outputs, figures = decode_all(
@@ -76,7 +81,7 @@ def generate(args: argparse.Namespace) -> None:
         {**row.values, **asdict(output), "num_prompt_tokens": len(prompt)}
         for row, prompt, output in zip(rows, prompts, outputs, strict=True)
     )
-    _write_lines(args.out, results)
+    _write_lines(out, results)
     if args.json:
         print(json.dumps(figures))
     else:
@@ -108,27 +113,46 @@ def _progress() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=_STDERR)
 
 
-def _check_output(path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"--out {path}: is a directory, expected a file name")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {path}: {path.parent} is not a directory; create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--out {path}: {path.parent} is not writable")
+def _output(path: Path, prompts: Path) -> Path:
+    """The file to write, links followed; found out before any work whether it can be written."""
+    try:
+        path = path.resolve()
+        if path.is_dir():
+            raise UserError(f"--out {path}: is a directory, expected a file name")
+        if path.exists() and not path.is_file():
+            raise UserError(f"--out {path}: is not a regular file, expected one or a new name")
+        if path.exists() and path.samefile(prompts):
+            raise UserError(f"--out {path}: is the file of prompts, expected another name")
+        if not path.parent.is_dir():
+            raise UserError(f"--out {path}: {path.parent} is not a directory; create it first")
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise _cannot_write(path, error) from error
+    return path
 
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Whole or not at all: a reader never sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8", newline="\n") as file:
             for row in rows:
                 file.write(json.dumps(row) + "\n")
         partial.replace(path)
     except OSError as error:
-        raise UserError(f"--out {path}: cannot be written: {error.strerror}") from error
+        raise _cannot_write(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _cannot_write(path: Path, error: Exception) -> UserError:
+    return UserError(f"--out {path}: cannot be written: {getattr(error, 'strerror', error)}")
 
 
 def _print_figures(figures: Mapping[str, Any]) -> None:

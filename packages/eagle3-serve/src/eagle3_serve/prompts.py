@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eagle3_core import UserError
+from eagle3_core.errors import as_user_error
 
 Message = Mapping[str, Any]
 
@@ -23,7 +24,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     if not is_unicode(text):
         raise UserError("prompt: holds an unpaired surrogate, expected valid Unicode text")
-    token_ids = list(tokenizer(text)["input_ids"])
+    # The engine judges the length: the tokenizer's own warning (verbose) would be a second message.
+    token_ids = list(tokenizer(text, verbose=False)["input_ids"])
     if len(token_ids) > 1 and token_ids[0] == token_ids[1] == tokenizer.bos_token_id:
         del token_ids[0]
     if not token_ids:
@@ -43,12 +45,14 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         raise UserError("messages: the target has no chat template; send a plain prompt instead")
     if not all(is_unicode(message["content"]) for message in messages):
         raise UserError("messages: hold an unpaired surrogate, expected valid Unicode text")
-    try:
+    # Templates raise what they like: their own errors, of several lines too, TypeError, ...
+    with as_user_error("messages: the target's chat template refuses them"):
         token_ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            return_dict=False,
+            tokenizer_kwargs={"verbose": False},
         )
-    except Exception as error:  # templates raise what they like: their own errors, TypeError, ...
-        raise UserError(f"messages: the target's chat template refuses them: {error}") from error
     if not token_ids:
         raise UserError("messages: the target's chat template renders them to nothing")
     return list(token_ids)  # type: ignore[arg-type]
@@ -96,7 +100,11 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 def is_unicode(text: str) -> bool:
     """Whether `text` can be encoded; JSON escapes can spell lone surrogates, which cannot."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _row(where: str, line: str) -> PromptRow:

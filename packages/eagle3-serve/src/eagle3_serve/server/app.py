@@ -101,12 +101,15 @@ class _Endpoints:
     async def _completion_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return await self._encode(encode_text, "prompt", prompt)
-        size = self._target.vocab_size
-        wrong = next((i for i in prompt if not 0 <= i < size), None)
-        if wrong is not None:
-            message = f"prompt: token id {wrong} is not in 0..{size - 1}"
-            raise ApiError(400, message, param="prompt")
+        self._check_ids("prompt", prompt)
         return prompt
+
+    def _check_ids(self, param: str, token_ids: Sequence[int]) -> None:
+        size = self._target.vocab_size
+        wrong = next((i for i in token_ids if not 0 <= i < size), None)
+        if wrong is not None:
+            message = f"{param}: token id {wrong} is not in 0..{size - 1}"
+            raise ApiError(400, message, param=param)
 
     async def _encode(self, encode: Any, param: str, prompt: object) -> list[int]:
         try:
@@ -122,12 +125,12 @@ class _Endpoints:
         prompts: Sequence[list[int]],
         form: ResponseFormat,
     ) -> Response:
+        self._check_ids("stop_token_ids", body.stop_token_ids)
         jobs = [(prompt, body.sampling(choice)) for prompt in prompts for choice in range(body.n)]
         usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
         submission = await self._worker.submit(jobs)
         if body.stream:
-            options = body.stream_options
-            events = self._events(submission, form, usage, bool(options and options.include_usage))
+            events = self._events(submission, form, usage, body.include_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         try:
             choices = await _unless_gone(request, _collect(submission, usage))
@@ -140,17 +143,21 @@ class _Endpoints:
     async def _events(
         self, submission: Submission, form: ResponseFormat, usage: Usage, include_usage: bool
     ) -> AsyncIterator[str]:
-        """Server-sent events of a response; ends the engine's work if the client leaves."""
+        """Server-sent events of a response; ends the engine's work if the client leaves.
+
+        With `include_usage`, every chunk has a `usage`: null until the last (OpenAI API reference).
+        """
+        unknown = {"usage": None} if include_usage else {}
         try:
             for index in range(len(submission.ids)):
                 if opening := form.opening(index):
-                    yield _event(opening)
+                    yield _event(opening | unknown)
             async for index, output in submission.outputs():
                 usage.add(output)
                 if output.text:
-                    yield _event(form.delta(index, output.text))
+                    yield _event(form.delta(index, output.text) | unknown)
                 if output.finish_reason is not None:
-                    yield _event(form.ending(index, output.finish_reason))
+                    yield _event(form.ending(index, output.finish_reason) | unknown)
             if include_usage:
                 yield _event(form.usage(usage))
             yield "data: [DONE]\n\n"

@@ -50,6 +50,8 @@ def install_error_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
+        elif error.status_code == 400:  # the framework's, which says no more than that
+            message = "the body cannot be read as JSON"
         response = api_error(request, ApiError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response

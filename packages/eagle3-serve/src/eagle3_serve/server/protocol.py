@@ -50,14 +50,36 @@ def _bad(message: str, param: str | None = None) -> PydanticCustomError:
     return PydanticCustomError("api_field", "{message}", {"message": message, "param": param})
 
 
+def _asks_for_nothing(field: str, value: object) -> bool:
+    # False == 0 in Python, but "logprobs": 0 asks for the chosen tokens' and false for none.
+    return value is None or any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in _NOT_SUPPORTED[field]
+    )
+
+
+def _check_unicode(field: str, value: object) -> None:
+    """Refuse unpaired surrogates anywhere: no answer or message that quotes one can be sent."""
+    left = [field, value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str) and not is_unicode(part):
+            name = field.encode(errors="backslashreplace").decode()  # it may be the name itself
+            raise _bad(f"{name}: holds an unpaired surrogate, expected valid Unicode text", name)
+        if isinstance(part, dict):
+            left += [*part, *part.values()]
+        elif isinstance(part, list):
+            left += part
+
+
 def _stop_list(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise _bad("stop: must be a string or a list of strings")
     if len(stops) > MAX_STOPS:
         raise _bad(f"stop: has {len(stops)} strings, at most {MAX_STOPS} are allowed")
-    if not all(stop and is_unicode(stop) for stop in stops):
-        raise _bad("stop: strings must not be empty and must be valid Unicode")
+    if not all(stops):
+        raise _bad("stop: strings must not be empty")
     return stops
 
 
@@ -150,6 +172,7 @@ class GenerationRequest(_Strict):
             return values
         kept = {}
         for key, value in values.items():
+            _check_unicode(key, value)
             if key in cls.model_fields:
                 if value is not None:
                     kept[key] = value
@@ -157,7 +180,7 @@ class GenerationRequest(_Strict):
                 near = difflib.get_close_matches(key, cls.model_fields, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise _bad(f"{key}: unknown field{hint}", key)
-            elif value is not None and value not in _NOT_SUPPORTED[key]:
+            elif not _asks_for_nothing(key, value):
                 raise _bad(f"{key}: is not supported by this server; leave it out", key)
         return kept
 
@@ -166,6 +189,11 @@ class GenerationRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise _bad("stream_options: is only allowed with stream true", "stream_options")
         return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def token_limit(self) -> int | None:
         """Most tokens to generate; None for what fits."""
