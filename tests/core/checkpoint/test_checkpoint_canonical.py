@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3_core import CacheContext, Eagle3Draft, UserError, load_draft, save_draft
 from eagle3_core.checkpoint import write
+from eagle3_core.cli import main
 
 MakeDraft = Callable[..., Eagle3Draft]
 
@@ -177,3 +178,24 @@ def test_overrides_are_checked(make_draft: MakeDraft, tmp_path: Path) -> None:
     assert ("feedback", "post_norm", "caller", "feedback") in loaded.report.decisions
     with pytest.raises(UserError, match="did you mean 'feedback'"):
         load_draft(tmp_path / "d", overrides={"feedbak": "post_norm"})
+
+
+def test_a_map_of_the_first_ids_is_saved_by_who_knows_that_it_was_set(
+    make_draft: MakeDraft, tmp_path: Path
+) -> None:
+    draft = make_draft()
+    draft.d2t.zero_()
+    draft.t2d.copy_(torch.arange(draft.config.vocab_size) < draft.config.draft_vocab_size)
+    with pytest.raises(UserError, match="never set"):
+        save_draft(draft, tmp_path / "d")
+    save_draft(draft, tmp_path / "d", identity_map=True)
+    assert _same(load_draft(tmp_path / "d").draft, draft)
+    command = ["convert", str(tmp_path / "d"), str(tmp_path / "new"), "--to", "canonical"]
+    assert main(command) == 0
+    assert _same(load_draft(tmp_path / "new").draft, draft)
+
+    draft.t2d.logical_not_()
+    with pytest.raises(UserError, match="t2d"):
+        save_draft(draft, tmp_path / "d", identity_map=True)
+    save_draft(make_draft(), tmp_path / "d", identity_map=True)
+    assert "vocab_map" not in json.loads((tmp_path / "d/config.json").read_text())

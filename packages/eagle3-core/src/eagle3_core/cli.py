@@ -18,6 +18,8 @@ from eagle3_core.checkpoint.export import export_tensors
 from eagle3_core.checkpoint.read import Reading, common_dtype, plan_reading, read_tensors
 from eagle3_core.errors import UserError
 
+_INTERRUPTED = 130
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; -> exit status (2 for a user's mistake, 1 when a diff is found)."""
@@ -27,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"eagle3-core {arguments.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -171,7 +175,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         arguments.destination,
         arguments.to,
         target_name=arguments.target,
-        identity_map=overrides.get("d2t") == "identity",
+        identity_map=True,  # an unset map has been refused by the reader
     )
     consumer = CONSUMERS.get(arguments.to)
     _say(

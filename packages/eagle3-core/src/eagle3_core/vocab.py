@@ -58,8 +58,22 @@ def most_frequent(counts: Tensor, size: int, always: tuple[int, ...] = ()) -> Te
     return torch.sort(ranked, descending=True, stable=True).indices[:size].sort().values
 
 
-def check_vocab_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: str = "d2t") -> None:
+def check_vocab_map(
+    d2t: Tensor,
+    t2d: Tensor | None,
+    vocab_size: int,
+    where: str = "d2t",
+    *,
+    identity_map: bool = False,
+) -> None:
     """Check range, order and agreement of a map.
+
+    Args:
+        d2t: [D] offsets.
+        t2d: [V] mask, where there is one.
+        vocab_size: V of the target.
+        where: begins the message.
+        identity_map: the caller knows that the map was set, so zero offsets mean the first ids.
 
     Raises:
         UserError: names the broken rule and the first offending index.
@@ -70,7 +84,7 @@ def check_vocab_map(d2t: Tensor, t2d: Tensor | None, vocab_size: int, where: str
         )
     draft_size = len(d2t)
     target_ids = d2t.to(torch.int64) + torch.arange(draft_size)
-    if draft_size < vocab_size and not d2t.any():
+    if draft_size < vocab_size and not identity_map and not d2t.any():
         raise UserError(
             f"{where}: all {draft_size} offsets are zero although the vocabulary has {vocab_size} "
             "ids: the map was never set; write the real one, or say d2t=identity if the first ids "

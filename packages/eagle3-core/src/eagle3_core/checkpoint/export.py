@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle3_core.checkpoint.consumers import CONSUMERS
 from eagle3_core.checkpoint.consumers.base import Consumer
 from eagle3_core.checkpoint.dialects import canonical
-from eagle3_core.checkpoint.write import check_tensors, write_folder
+from eagle3_core.checkpoint.write import check_tensors, is_identity, write_folder
 from eagle3_core.config import DraftConfig
 from eagle3_core.draft import Eagle3Draft
 from eagle3_core.errors import UserError
@@ -33,7 +33,7 @@ def export_draft(
         path: the folder.
         to: one of `DESTINATIONS`.
         target_name: name or folder of the target, for layouts that name it.
-        identity_map: the caller vouches for a map of zero offsets.
+        identity_map: the caller knows that the vocabulary map was set, so zero offsets are meant.
 
     Raises:
         UserError: `to` would compute something else than the draft, or a bad weight or path.
@@ -61,12 +61,13 @@ def export_tensors(
     if to not in DESTINATIONS:
         raise UserError(f"--to is {to!r}, expected one of {', '.join(DESTINATIONS)}")
     check_tensors(config, tensors, str(path), identity_map=identity_map)
+    identity = is_identity(config, tensors)
     if to == canonical.NAME:
-        write_folder(path, canonical.to_json(config, identity_map=identity_map), tensors)
+        write_folder(path, canonical.to_json(config, identity_map=identity), tensors)
         return
     consumer = CONSUMERS[to]
     refusals = consumer.refusals(config)
-    if identity_map:
+    if identity:
         refusals.append("an unset map cannot be told from the identity there")
     if refusals:
         raise UserError(f"{path}: {to} cannot hold this draft: {'; '.join(refusals)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,11 @@ WEIGHTS = "model.safetensors"
 
 
 def save_draft(
-    draft: Eagle3Draft, path: str | Path, *, metadata: Mapping[str, Any] | None = None
+    draft: Eagle3Draft,
+    path: str | Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    identity_map: bool = False,
 ) -> None:
     """Write the canonical checkpoint: config.json and model.safetensors, dtypes as they are.
 
@@ -32,20 +37,27 @@ def save_draft(
         draft: what to save.
         path: the folder.
         metadata: JSON-ready facts about the run, kept under `metadata` in config.json.
+        identity_map: the caller knows that the vocabulary map was set, so zero offsets are meant.
 
     Raises:
         UserError: a weight is NaN or inf, the vocabulary map is unset or wrong, or `path` holds
             something that is not a checkpoint.
     """
     tensors = {n: t.detach().contiguous().cpu() for n, t in draft.state_dict().items()}
-    check_tensors(draft.config, tensors, str(path))
-    write_folder(path, canonical.to_json(draft.config, metadata), tensors)
+    check_tensors(draft.config, tensors, str(path), identity_map=identity_map)
+    identity = is_identity(draft.config, tensors)
+    write_folder(path, canonical.to_json(draft.config, metadata, identity_map=identity), tensors)
+
+
+def is_identity(config: DraftConfig, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a pruned draft keeps exactly the first ids of the target."""
+    return config.is_pruned and not tensors["d2t"].any()
 
 
 def check_tensors(
     config: DraftConfig, tensors: Mapping[str, Tensor], where: str, *, identity_map: bool = False
 ) -> None:
-    """Refuse NaN, inf and a broken vocabulary map; `identity_map` vouches for zero offsets.
+    """Refuse NaN, inf and a broken vocabulary map; `identity_map` vouches that it was set.
 
     Raises:
         UserError: names the tensor and the first bad position.
@@ -53,8 +65,14 @@ def check_tensors(
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             refuse_non_finite(tensor, name, where)
-    if config.is_pruned and not identity_map:
-        check_vocab_map(tensors["d2t"], tensors["t2d"], config.vocab_size, f"{where}: d2t")
+    if config.is_pruned:
+        check_vocab_map(
+            tensors["d2t"],
+            tensors["t2d"],
+            config.vocab_size,
+            f"{where}: d2t",
+            identity_map=identity_map,
+        )
 
 
 def refuse_non_finite(tensor: Tensor, name: str, where: str, offset: int = 0) -> None:
@@ -78,7 +96,7 @@ def write_folder(
         UserError: `path` exists and is not a checkpoint folder, or cannot be written.
     """
     path = Path(path)
-    _refuse_foreign_folder(path)
+    check_destination(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
@@ -92,13 +110,18 @@ def write_folder(
         for item in (fresh / WEIGHTS, fresh / "config.json", fresh):
             _fsync(item)
         _swap(fresh, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter for a full disk
         raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _refuse_foreign_folder(path: Path) -> None:
+def check_destination(path: Path) -> None:
+    """Refuse a path that holds something else than a checkpoint.
+
+    Raises:
+        UserError: names what is in the way.
+    """
     if not path.exists():
         return
     if not path.is_dir():
