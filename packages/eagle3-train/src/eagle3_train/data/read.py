@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_core import UserError
+from eagle3_core.errors import as_user_error
 from eagle3_train.data.drops import Drops, Unusable
 
 Message = dict[str, Any]
@@ -200,10 +201,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
     if not path.is_file():
         raise UserError(f"{path}: cannot be read: no such file; expected a conversations file")
-    try:
+    with as_user_error(f"{path}: is not a parquet file"):
         table = Dataset.from_parquet(str(path), keep_in_memory=True)
-    except Exception as error:  # pyarrow and datasets raise their own kinds
-        raise UserError(f"{path}: is not a parquet file: {_first_line(error)}") from error
     yield from ((f"{path}[{i}]", row) for i, row in enumerate(table))
 
 
@@ -211,17 +210,9 @@ def _dataset_rows(source: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset  # noqa: PLC0415  (seconds to import, needed by few sources)
 
     name, _, split = source.partition(":")
-    try:
+    with as_user_error(f"{source}: neither a file nor a dataset that can be loaded"):
         table = load_dataset(name, split=split or "train")
-    except Exception as error:  # the hub client raises its own kinds
-        raise UserError(
-            f"{source}: neither a file nor a dataset that can be loaded: {_first_line(error)}"
-        ) from error
     yield from ((f"{source}[{i}]", row) for i, row in enumerate(table))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _without_surrogates(value: Any) -> tuple[Any, bool]:
