@@ -52,7 +52,8 @@ def test_what_max_length_cuts_is_counted(chatml: ChatTemplate, write_rows, chat)
     assert [int(example.loss_mask.sum()) for example in kept] == [5, 10]
     assert prepared.cut_rows == [f"{path}:1", f"{path}:3"]
     assert prepared.cut_supervised_tokens == 16 + 2  # end-of-turn is a token too
-    assert prepared.drops.rows == [(f"{path}:3", "max_length cuts off everything supervised")]
+    reason = f"nothing supervised within max_length, {opening + 5} tokens"
+    assert prepared.drops.rows == [(f"{path}:3", reason)]
 
 
 def test_a_suspicious_fraction_is_warned_of(make_tokenizer, write_rows, chat) -> None:

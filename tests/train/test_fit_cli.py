@@ -57,9 +57,6 @@ def test_capture_fit_eval(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 0
     assert "draft is complete" in error
     assert (out / "draft/model.safetensors").stat().st_mtime_ns == before
-    code, _, error = run(capsys, "fit", str(config), "fit.learning_rate=1e-4")
-    assert code == 2
-    assert "fit.learning_rate = 0.001, this run has 0.0001" in error
     code, _, error = run(capsys, "fit", str(config), "data.max_length=20")
     assert code == 2
     assert "run eagle3-train capture" in error
@@ -95,6 +92,11 @@ def test_unknown_options_are_refused(config: Path, arguments: list[str]) -> None
         (["target=./nowhere"], "target ./nowhere: no such directory"),
         (["data.train=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["data.train=[]"], "data.train is empty"),
+        (["fit.learning_rate=.inf"], "fit.learning_rate: found inf, expected a finite number"),
+        (["fit=3"], "fit: found 3, expected a section with keys such as ttt_length"),
+        (["output="], "output: found None, expected a valid string"),
+        (["data.train=[questions.jsonl]"], "no assistant turn (questions.jsonl:1)"),
+        (["data.max_length=1"], "nothing supervised within max_length, 1 tokens"),
     ],
 )
 def test_mistakes_end_with_one_line_and_nothing_written(
@@ -103,11 +105,198 @@ def test_mistakes_end_with_one_line_and_nothing_written(
     arguments: list[str],
     expected: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     code, out, error = run(capsys, "capture", str(config), *arguments)
     assert code == 2
     assert out == ""
     assert expected in error
     assert error.startswith("eagle3-train capture: ")
     assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "taken"),
+    [
+        ("regenerate", "out"),
+        ("regenerate", "out/regenerated.jsonl/"),
+        ("capture", "out"),
+        ("capture", "out/features"),
+        ("capture", "out/features/eval"),
+        ("capture", "out/features/eval.inputs.json/"),
+        ("fit", "out/draft"),
+        ("fit", "out/draft/notes.txt"),
+        ("fit", "out/checkpoints"),
+        ("fit", "out/metrics.jsonl/"),
+        ("fit", "out/run.json/"),
+    ],
+)
+def test_outputs_in_the_way_are_named_before_any_work(
+    config: Path, tmp_path: Path, stage: str, taken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / taken
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if taken.endswith("/"):
+        path.mkdir()
+    else:
+        path.write_text("mine")
+    before = snapshot(tmp_path)
+    code, out, error = run(capsys, stage, str(config), f"regenerate.prompts=[{tmp_path}/x.jsonl]")
+    assert (code, out) == (2, "")
+    assert path.name in error
+    assert error.count("\n") == 1
+    assert "no such file" not in error
+    assert snapshot(tmp_path) == before
+
+
+def test_a_failing_disk_is_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "out/features")
+
+    monkeypatch.setattr("eagle3_train.store._save", full)
+    code, _, error = run(capsys, "capture", str(config))
+    assert code == 2
+    assert error.endswith("eagle3-train capture: out/features: No space left on device\n")
+
+
+def test_a_finished_run_makes_room_for_another_config_and_an_unfinished_one_does_not(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(capsys, "capture", str(config))[0] == 0
+    assert run(capsys, "fit", str(config), "fit.max_steps=2")[0] == 0
+    code, _, error = run(capsys, "fit", str(config), "fit.max_steps=1")
+    assert code == 0
+    assert f"{out / 'draft'}: made with other fit; made again" in error
+    assert len(metrics(out)) == 1
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-1"]
+
+    (out / "draft.inputs.json").unlink()
+    before = snapshot(out)
+    code, _, error = run(capsys, "fit", str(config), "fit.learning_rate=1e-4")
+    assert code == 2
+    assert "this run has 0.0001" in error
+    assert snapshot(out) == before
+
+
+def test_other_states_replace_the_old_and_fit_names_what_is_other(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "capture", str(config))[0] == 0
+    other = "capture.aux_layer_ids=[1,2]"
+    code, _, error = run(capsys, "fit", str(config), other)
+    assert code == 2
+    assert "(made with other capture); run eagle3-train capture" in error
+    assert error.count("\n") == 1
+    before = snapshot(tmp_path / "out")
+    assert run(capsys, "capture", str(config), "capture.aux_layer_ids=[99]")[0] == 2
+    assert snapshot(tmp_path / "out") == before
+    code, _, error = run(capsys, "capture", str(config), other)
+    assert code == 0
+    assert "train: made with other capture; made again" in error
+    assert run(capsys, "fit", str(config), other, "fit.max_steps=1")[0] == 0
+
+
+def test_a_changed_file_in_a_folder_and_a_changed_template_are_noticed(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, template = tmp_path / "texts", tmp_path / "chat.jinja"
+    folder.mkdir()
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]}
+    (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+    template.write_text(
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant' }}{%- endif -%}"
+    )
+    settings = [f"data.train=[{folder}]", "data.eval=[]", f"data.chat_template={template}"]
+    assert run(capsys, "capture", str(config), *settings)[0] == 0
+    assert "is complete" in run(capsys, "capture", str(config), *settings)[2]
+    for file in (folder / "a.jsonl", template):
+        file.write_text(file.read_text() + "\n")
+        code, _, error = run(capsys, "capture", str(config), *settings)
+        assert code == 0
+        assert "made with other files; made again" in error
+
+
+def test_a_draft_vocabulary_of_the_first_ids_is_trained_and_saved(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The data holds bytes and the template's marks: with the lowest of the rest, ids 0..259.
+    online = ["capture.mode=online", "eval.every=null"]
+    settings = [*online, "draft.vocab_size=260", "draft.init=random", "fit.max_steps=1"]
+    assert run(capsys, "fit", str(config), *settings)[0] == 0
+    draft = load_draft(tmp_path / "out/draft").draft
+    assert draft.config.is_pruned
+    assert not draft.d2t.any()
+    assert run(capsys, "eval", str(config), *settings)[0] == 0
+
+
+def test_nothing_to_learn_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Only end-of-turn is supervised, and a slot needs a supervised token before the one it learns.
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}
+    (tmp_path / "empty.jsonl").write_text(json.dumps(row) + "\n")
+    settings = [f"data.train=[{tmp_path}/empty.jsonl]", "capture.mode=online", "draft.init=random"]
+    code, _, error = run(capsys, "fit", str(config), *settings, "eval.every=null")
+    assert code == 2
+    assert "not one of 1 samples has a token to learn" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sequence_longer_than_the_target_allows_is_cut(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 999}]
+    }
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
+    settings = [f"data.train=[{tmp_path}/long.jsonl]", "data.max_length=4096", "data.eval=[]"]
+    code, out, error = run(capsys, "prepare", str(config), "--json", *settings)
+    assert code == 0
+    assert json.loads(out)["train"]["tokens"] == 256
+    assert "1 rows cut to 256 tokens" in error
+
+
+def test_other_settings_set_the_old_answers_aside_and_other_prompts_keep_them(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "out/regenerated.jsonl"
+    ask = '{"prompt": "hi"}\n'
+    prompts.write_text(ask)
+    settings = [str(config), f"regenerate.prompts=[{prompts}]", "regenerate.max_tokens=4"]
+    assert run(capsys, "regenerate", *settings)[0] == 0
+    assert "is complete" in run(capsys, "regenerate", *settings)[2]
+    first = answers.read_text()
+    prompts.write_text(ask + '{"prompt": "ho"}\n')
+    assert run(capsys, "regenerate", *settings)[0] == 0
+    assert answers.read_text().startswith(first)
+    both = answers.read_text()
+    code, _, error = run(capsys, "regenerate", *settings, "regenerate.max_tokens=3")
+    assert code == 0
+    assert "made with other regenerate; made again" in error
+    assert (tmp_path / "out/regenerated.previous.jsonl").read_text() == both
+    assert len(answers.read_text().splitlines()) == 2
+
+
+def test_prompts_that_all_fail_are_an_error(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x" * 400}) + "\n")
+    settings = [f"regenerate.prompts=[{tmp_path}/prompts.jsonl]", "regenerate.max_tokens=4"]
+    code, _, error = run(capsys, "regenerate", str(config), *settings)
+    assert code == 2
+    assert "nothing to answer: 1 dropped: a prompt of" in error
     assert not (tmp_path / "out").exists()

@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         report_error(f"eagle3-train {options.stage}: {error}")
         return 2
+    except OSError as error:  # such as a full disk, or a file taken away while it was read
+        named = f"{error.filename}: " if error.filename is not None else ""
+        report_error(f"eagle3-train {options.stage}: {named}{error.strerror or error}")
+        return 2
     except KeyboardInterrupt:
         return _INTERRUPTED
 

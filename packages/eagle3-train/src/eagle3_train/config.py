@@ -18,6 +18,7 @@ LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -25,7 +26,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """Unknown keys, wrong types and later assignment are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
@@ -112,9 +113,9 @@ class EvalConfig(Section):
 class TrainConfig(Section):
     """Everything a run depends on."""
 
-    output: str
-    target: str
-    seed: int = 0
+    output: Name
+    target: Name
+    seed: Annotated[int, Field(ge=0)] = 0
     data: DataConfig = DataConfig()
     regenerate: RegenerateConfig = RegenerateConfig()
     capture: CaptureConfig = CaptureConfig()
@@ -222,7 +223,11 @@ def _problem(error: ErrorDetails) -> str:
         return "unknown key; " + (
             f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(names))}"
         )
+    if error["type"] == "model_type":
+        names = _known_keys(error["loc"])
+        return f"found {error['input']!r}, expected a section with keys such as {names[0]}"
     message = error["msg"].removeprefix("Input should be ")
+    message = re.sub(r"^(List|String|Value) should have ", "", message)
     return f"found {error['input']!r}, expected {message}"
 
 

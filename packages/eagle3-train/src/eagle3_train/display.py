@@ -18,22 +18,33 @@ class Display:
     def __init__(self, name: str, total: int, bar: Progress | None) -> None:
         self._name, self._total, self._bar = name, total, bar
         self._task = None if bar is None else bar.add_task(name, total=total, note="")
-        self._started, self._printed = time.monotonic(), 0.0
+        self._started = self._printed = time.monotonic()
         self._first: int | None = None
+        self._last: tuple[int, str] | None = None
 
     def update(self, done: int, note: str = "") -> None:
         """Show that `done` units are finished."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, note=note)
             return
-        now = time.monotonic()
         if self._first is None:
             self._first = done
-        if now - self._printed < _PLAIN_SECONDS and done < self._total:
-            return
-        self._printed = now
-        rate = (done - self._first) / max(now - self._started, 1e-9)
-        left = f", {(self._total - done) / rate:.0f} s left" if rate > 0 else ""
+        self._last = done, note
+        if time.monotonic() - self._printed >= _PLAIN_SECONDS:
+            self._print()
+
+    def finish(self) -> None:
+        """Show where it ended; short work that fails leaves nothing but its error."""
+        if self._last is not None:
+            self._print()
+
+    def _print(self) -> None:
+        assert self._first is not None
+        assert self._last is not None
+        done, note = self._last
+        self._printed = time.monotonic()
+        rate = (done - self._first) / max(self._printed - self._started, 1e-9)
+        left = f", {(self._total - done) / rate:.0f} s left" if rate and done < self._total else ""
         console.print(f"{self._name} {done}/{self._total}{left}  {note}", markup=False)
 
 
@@ -44,7 +55,9 @@ def display(name: str, total: int, enabled: bool = True) -> Iterator[Display]:
         yield Display(name, total, Progress(disable=True))
         return
     if not console.is_terminal:
-        yield Display(name, total, None)
+        shown = Display(name, total, None)
+        yield shown
+        shown.finish()
         return
     columns = (
         TextColumn("{task.description}"),

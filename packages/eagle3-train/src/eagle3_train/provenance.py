@@ -19,7 +19,7 @@ _PACKAGES = ("eagle3-core", "eagle3-train", "torch", "transformers", "accelerate
 
 
 def hash_files(sources: Sequence[str]) -> dict[str, str]:
-    """sha256 of each source; a `datasets` id stands for itself.
+    """sha256 of each source, of a folder with all it holds; a `datasets` id stands for itself.
 
     Raises:
         UserError: what is named like a file is not there.
@@ -27,19 +27,37 @@ def hash_files(sources: Sequence[str]) -> dict[str, str]:
     return {source: _hash(Path(source)) for source in sources}
 
 
-def is_current(record: Path, inputs: Mapping[str, Any]) -> bool:
-    """Whether the output beside `record` was made from `inputs`; says on stderr why not."""
+def recorded_inputs(record: Path) -> dict[str, Any] | None:
+    """What the output beside `record` was made from; None = never completed."""
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return False
+        return None
     except ValueError:
-        found = {}
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def changed_inputs(found: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
+    """Names of the recorded inputs that are different now."""
     wanted = json.loads(json.dumps(inputs))
-    changed = [k for k in sorted(found.keys() | wanted.keys()) if found.get(k) != wanted.get(k)]
-    if changed:
-        console.print(f"{record.parent}: made with other {', '.join(changed)}; made again")
-    return not changed
+    return [k for k in sorted(found.keys() | wanted.keys()) if found.get(k) != wanted.get(k)]
+
+
+def is_current(output: Path, record: Path, inputs: Mapping[str, Any]) -> bool:
+    """Whether `output` is complete and made from `inputs`; says on stderr that it is, or why not.
+
+    Raises:
+        UserError: the record cannot be read.
+    """
+    found = recorded_inputs(record)
+    if found is None or not output.exists():
+        return False
+    if changed := changed_inputs(found, inputs):
+        console.print(f"{output}: made with other {', '.join(changed)}; made again", markup=False)
+        return False
+    console.print(f"{output} is complete", markup=False)
+    return True
 
 
 def record_inputs(record: Path, inputs: Mapping[str, Any]) -> None:
@@ -61,6 +79,10 @@ def describe_run(argv: Sequence[str], seed: int, identity: Mapping[str, Any]) ->
 
 
 def _hash(path: Path) -> str:
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES)
+        listing = "".join(f"{_hash(file)} {file.name}\n" for file in files)
+        return hashlib.sha256(listing.encode()).hexdigest()
     if not path.is_file():
         if path.suffix in _SUFFIXES:
             raise UserError(f"{path}: no such file, expected conversations or prompts")

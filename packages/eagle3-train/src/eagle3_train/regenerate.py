@@ -103,16 +103,20 @@ def regenerate(
     done = _recover(output, settings)
     pending = _subtract(jobs, done)
     result.num_resumed = len(jobs) - len(pending)
+    requests, failed = [], []
+    for index, job in enumerate(pending):
+        try:
+            requests.append(_request(index, job, target, template, sampling, greedy_first))
+        except Unusable as reason:
+            result.drops.add(job.row.where, str(reason))
+            failed.append(_output_row(job, settings, None, "error", str(reason)))
+    result.num_failed = len(failed)
+    if not requests and not result.num_resumed:
+        raise UserError(_nothing(sources, result.drops))
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
-        requests = []
-        for index, job in enumerate(pending):
-            try:
-                requests.append(_request(index, job, target, template, sampling, greedy_first))
-            except Unusable as reason:
-                result.num_failed += 1
-                result.drops.add(job.row.where, str(reason))
-                _write(file, _output_row(job, settings, None, "error", str(reason)))
+        for row in failed:
+            _write(file, row)
         started = time.perf_counter()
         with display("regenerate", len(requests), progress) as bar:
             for answer in generate(target, requests, batch_size):
@@ -131,8 +135,7 @@ def regenerate(
 def _jobs(sources: Sequence[str], samples_per_prompt: int, seed: int, drops: Drops) -> list[_Job]:
     rows = read_conversations(sources, drops).conversations
     if not rows:
-        found = "; ".join(drops.summary()) or "no rows"
-        raise UserError(f"{', '.join(sources)}: nothing to answer: {found}")
+        raise UserError(_nothing(sources, drops))
     jobs = []
     for row in rows:
         prompt = row.messages
@@ -146,6 +149,11 @@ def _jobs(sources: Sequence[str], samples_per_prompt: int, seed: int, drops: Dro
             digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
             jobs.append(_Job(row, prompt, sample, int.from_bytes(digest[:8]) >> 1))
     return jobs
+
+
+def _nothing(sources: Sequence[str], drops: Drops) -> str:
+    found = "; ".join(drops.summary()) or "no rows"
+    return f"{', '.join(sources)}: nothing to answer: {found}"
 
 
 def _key(row_id: Any, prompt: Sequence[Message], tools: Sequence[Any], sample: int) -> str:
@@ -249,13 +257,13 @@ def _key_of_result(where: str, line: bytes, settings: dict[str, Any]) -> str:
         conversation = to_conversation(where, {**row, "finish_reason": None})
     except (ValueError, AttributeError, Unusable):
         raise UserError(
-            f"{where}: is not a regenerated conversation; name another output file"
+            f"{where}: is not a regenerated conversation; give the run another output folder"
         ) from None
     for name, found in (row.get("settings") or settings).items():
         if found != settings.get(name):
             raise UserError(
                 f"{where}: was written with {name} {found!r}, now it is {settings.get(name)!r}; "
-                "name another output file, or delete this one"
+                "delete this file, or give the run another output folder"
             )
     messages = conversation.messages
     prompt = messages if failed else messages[:-1]

@@ -47,7 +47,7 @@ def save_checkpoint(
     work = folder / f".{final.name}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    save_draft(draft, work / "draft")
+    save_draft(draft, work / "draft", identity_map=True)
     save_file(_moments(draft, optimizer), work / _OPTIMIZER)
     files = {
         str(path.relative_to(work)): path.stat().st_size
@@ -76,11 +76,21 @@ def load_checkpoint(
     if not complete:
         return Progress()
     newest = complete[0]
-    state = json.loads((newest / _STATE).read_text(encoding="utf-8"))
+    state = _state(newest)
     refuse_other_run(newest, state["identity"], identity)
     draft.load_state_dict(load_draft(newest / "draft").draft.state_dict())
     _restore(draft, optimizer, load_file(newest / _OPTIMIZER))
     return Progress(state["step"], state["elapsed"], state["tokens"])
+
+
+def discard_run(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Remove the checkpoints of the run of `identity`, which has ended, to make room for another.
+
+    Those of any other run stay.
+    """
+    for path in _complete(folder):
+        if _state(path)["identity"] == identity:
+            shutil.rmtree(path)
 
 
 def incomplete(folder: Path) -> list[Path]:
@@ -141,9 +151,13 @@ def _complete(folder: Path) -> list[Path]:
     return [path for path in _steps(folder) if _is_complete(path)]
 
 
+def _state(path: Path) -> dict[str, Any]:
+    return json.loads((path / _STATE).read_text(encoding="utf-8"))
+
+
 def _is_complete(path: Path) -> bool:
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = _state(path)
         return all((path / n).stat().st_size == size for n, size in state["files"].items())
     except (OSError, ValueError, KeyError):
         return False

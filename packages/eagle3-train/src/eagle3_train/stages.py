@@ -1,6 +1,8 @@
 """The stages of a run. Each reads what the one before left under OUT and skips what is finished."""
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft, UserError, load_draft
+from eagle3_core.checkpoint.write import check_destination
 from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, load_target
 from eagle3_train.build import build_draft, draft_config
@@ -23,11 +26,20 @@ from eagle3_train.data import (
 )
 from eagle3_train.display import console
 from eagle3_train.evaluate import evaluate
-from eagle3_train.provenance import describe_run, hash_files, is_current, record_inputs
+from eagle3_train.outputs import check_outputs
+from eagle3_train.provenance import (
+    changed_inputs,
+    describe_run,
+    hash_files,
+    is_current,
+    record_inputs,
+    recorded_inputs,
+)
 from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.resume import write_json
 from eagle3_train.store import FeatureStore
 from eagle3_train.trainer import Trainer
+from eagle3_train.ttt import Batch, supervised_slots
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Features = FeatureStore | OnlineFeatures
@@ -37,10 +49,11 @@ _FREE = ("save_every", "keep")  # fit settings that a continued run may change
 
 def run_prepare(config: TrainConfig) -> dict[str, Any]:
     """Show what the data becomes; writes nothing."""
-    template = _template(config, load_target(config.target))
+    splits, target = _splits(config), load_target(config.target)
+    template = _template(config, target)
     result = {}
-    for split, sources in _splits(config).items():
-        prepared = _prepare(config, sources, template)
+    for split, sources in splits.items():
+        prepared = _prepare(config, sources, target, template)
         show(prepared, template, console)
         result[split] = {
             "examples": len(prepared.examples),
@@ -59,21 +72,26 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
         raise UserError("regenerate.prompts is empty, expected files of prompts")
     output = config.out / "regenerated.jsonl"
     record = config.out / "regenerated.inputs.json"
+    check_outputs(config.out, files=(output.name, record.name))
     inputs = {
         "target": config.target,
         "seed": config.seed,
         "regenerate": section.model_dump(exclude={"batch_size"}),
         "chat_template": config.data.chat_template,
-        "files": hash_files(section.prompts),
+        "files": hash_files([*section.prompts, *_template_files(config)]),
     }
-    if output.exists() and is_current(record, inputs):
-        console.print(f"{output} is complete")
+    finished = recorded_inputs(record) if output.exists() else None
+    if finished is not None and not changed_inputs(finished, inputs):
+        console.print(f"{output} is complete", markup=False)
         return {"output": str(output), "answered": 0}
     target = _reader(config.target, section.dtype)
+    template = _template(config, target)
+    if finished is not None and _answers_in_another_way(finished, inputs):
+        _set_aside(output, record, changed_inputs(finished, inputs))
     sampling = Sampling(section.max_tokens, section.temperature, seed=config.seed)
     result = regenerate(
         target,
-        _template(config, target),
+        template,
         section.prompts,
         output,
         sampling,
@@ -97,19 +115,27 @@ def run_capture(config: TrainConfig) -> dict[str, Any]:
     """The target's states for every example, into OUT/features/{train,eval}."""
     target: Target | None = None
     result = {}
-    for split, sources in _splits(config).items():
+    splits = _splits(config)
+    for split in splits:
+        folder, record = _feature_paths(config, split)
+        check_outputs(folder.parent, files=(record.name,), folders=(folder.name,))
+    for split, sources in splits.items():
         folder, record = _feature_paths(config, split)
         inputs = _feature_inputs(config, sources)
-        if is_current(record, inputs):
-            console.print(f"{folder} is complete")
+        if is_current(folder, record, inputs):
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
         target = target or _reader(config.target, config.capture.dtype)
-        prepared = _prepare(config, sources, _template(config, target))
+        capturer = _capturer(config, target)
+        prepared = _prepare(config, sources, target, _template(config, target))
         for warning in prepared.warnings():
             console.print(warning, markup=False)
+        changed = changed_inputs(recorded_inputs(record) or inputs, inputs)
+        if {"target", "capture"} & set(changed):  # else the states of samples that stay are kept
+            shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
         done = capture(
-            _capturer(config, target),
+            capturer,
             prepared.examples,
             folder,
             batch_tokens=config.capture.batch_tokens,
@@ -121,6 +147,7 @@ def run_capture(config: TrainConfig) -> dict[str, Any]:
 
 def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     """Train the draft: OUT/draft, OUT/checkpoints, OUT/metrics.jsonl, OUT/run.json."""
+    _check_fit_outputs(config.out)
     train = _features(config, "train")
     identity = {
         "target": config.target,
@@ -131,12 +158,14 @@ def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     }
     draft_folder = config.out / "draft"
     record = config.out / "draft.inputs.json"
-    if draft_folder.exists() and is_current(record, identity):
-        console.print(f"{draft_folder} is complete")
+    if is_current(draft_folder, record, identity):
         return {"output": str(draft_folder), "num_steps": 0}
     draft = new_draft(config, train)
+    _check_supervised(config, draft, train)
     held_out = _features(config, "eval") if config.eval.every else None
-    trainer = Trainer(config, draft, train, held_out, train.head(), identity)
+    trainer = Trainer(
+        config, draft, train, held_out, train.head(), identity, recorded_inputs(record)
+    )
     if trainer.is_main:
         write_json(config.out / "run.json", describe_run(argv, config.seed, identity))
     outcome = trainer.run()
@@ -207,6 +236,49 @@ def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor 
     )
 
 
+def _check_fit_outputs(out: Path) -> None:
+    """Before training, not after it."""
+    files = ("metrics.jsonl", "run.json", "draft.inputs.json")
+    check_outputs(out, files=files, folders=("draft", "checkpoints"))
+    check_destination(out / "draft")
+
+
+def _check_supervised(config: TrainConfig, draft: Eagle3Draft, samples: Features) -> None:
+    """Refuse data that would train nothing, such as answers outside the draft vocabulary."""
+    t2d = draft.t2d if draft.config.is_pruned else None
+    convention = config.fit.loss_convention
+    for i in range(len(samples)):
+        if supervised_slots(Batch.pack([samples[i]]), 1, t2d, convention).any():
+            return
+    size = draft.config.draft_vocab_size
+    raise UserError(
+        f"data.train: not one of {len(samples)} samples has a token to learn, which takes two "
+        f"supervised tokens in a row and the target's choice among the {size} of the draft; "
+        "train on longer answers or raise draft.vocab_size"
+    )
+
+
+def _answers_in_another_way(finished: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
+    """Whether more than the prompts changed: other prompts alone only add answers."""
+
+    def way(values: Mapping[str, Any]) -> dict[str, Any]:
+        section = {**values.get("regenerate", {}), "prompts": None}
+        return {**values, "files": None, "regenerate": section}
+
+    return bool(changed_inputs(way(finished), way(inputs)))
+
+
+def _set_aside(output: Path, record: Path, changed: Sequence[str]) -> None:
+    """Answers cost hours: the old ones are renamed, not removed."""
+    kept = output.with_name("regenerated.previous.jsonl")
+    record.unlink()
+    os.replace(output, kept)
+    console.print(
+        f"{output}: made with other {', '.join(changed)}; made again, the old one is now {kept}",
+        markup=False,
+    )
+
+
 def _splits(config: TrainConfig) -> dict[str, list[str]]:
     if not config.data.train:
         raise UserError("data.train is empty, expected files of conversations")
@@ -214,9 +286,16 @@ def _splits(config: TrainConfig) -> dict[str, list[str]]:
     return {name: sources for name, sources in splits.items() if sources}
 
 
-def _prepare(config: TrainConfig, sources: Sequence[str], template: ChatTemplate) -> Prepared:
-    data = config.data
-    return prepare(sources, template, max_length=data.max_length, strict=data.strict)
+def _prepare(
+    config: TrainConfig, sources: Sequence[str], target: Target, template: ChatTemplate
+) -> Prepared:
+    # Beyond its own limit the target's states mean nothing.
+    limit = min(config.data.max_length, target.max_position_embeddings)
+    return prepare(sources, template, max_length=limit, strict=config.data.strict)
+
+
+def _template_files(config: TrainConfig) -> list[str]:
+    return [config.data.chat_template] if config.data.chat_template else []
 
 
 def _reader(name: str, dtype: Dtype) -> Target:
@@ -247,7 +326,7 @@ def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, An
         "target": config.target,
         "capture": config.capture.model_dump(exclude={"batch_tokens", "mode"}),
         "data": config.data.model_dump(include={"max_length", "chat_template"}),
-        "files": hash_files(sources),
+        "files": hash_files([*sources, *_template_files(config)]),
     }
 
 
@@ -258,12 +337,15 @@ def _features(config: TrainConfig, split: str) -> Features:
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
         target = _reader(config.target, config.capture.dtype)
-        prepared = _prepare(config, sources, _template(config, target))
+        prepared = _prepare(config, sources, target, _template(config, target))
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)
-    if not is_current(record, _feature_inputs(config, sources)):
+    found = recorded_inputs(record)
+    changed = changed_inputs(found or {}, _feature_inputs(config, sources))
+    if changed:
+        made = f" (made with other {', '.join(changed)})" if found else ""
         raise UserError(
-            f"{folder}: no states of the data.{split} of this config; "
+            f"{folder}: no states of the data.{split} of this config{made}; "
             "run eagle3-train capture with it first"
         )
     return FeatureStore(folder)

@@ -20,7 +20,13 @@ from eagle3_train.display import Display, console, display
 from eagle3_train.evaluate import Samples, evaluate, run_slots
 from eagle3_train.metrics import StepCounts
 from eagle3_train.order import epoch_batches, pack, share
-from eagle3_train.resume import Progress, incomplete, load_checkpoint, save_checkpoint
+from eagle3_train.resume import (
+    Progress,
+    discard_run,
+    incomplete,
+    load_checkpoint,
+    save_checkpoint,
+)
 from eagle3_train.ttt import Batch, supervised_slots
 
 
@@ -106,8 +112,22 @@ class Trainer:
         held_out: Samples | None,
         target_head: Tensor,
         identity: Mapping[str, Any],
+        replaced: Mapping[str, Any] | None = None,
     ) -> None:
-        """`target_head` [V,T]; `identity` says what the run depends on, for resuming."""
+        """Continue from the newest checkpoint, or start.
+
+        Args:
+            config: of the run.
+            draft: to train.
+            train: samples to learn from.
+            held_out: samples for `eval.every`.
+            target_head: [V,T].
+            identity: what the run depends on, for resuming.
+            replaced: identity of the finished run whose place this one takes.
+
+        Raises:
+            UserError: there are checkpoints of a third run.
+        """
         self.config, self.fit = config, config.fit
         self.draft, self.train, self.held_out = draft, train, held_out
         self.lengths = list(train.lengths)
@@ -120,6 +140,9 @@ class Trainer:
         self.optimizer = make_optimizer(draft, config.fit)
         self.module = self.accelerator.prepare(module)
         self.teacher_head = module.teacher_head
+        with self.accelerator.main_process_first():
+            if self.is_main and replaced is not None:
+                discard_run(self.checkpoints, replaced)
         self.progress = load_checkpoint(self.checkpoints, draft, self.optimizer, identity)
         self.steps = self._plan()
         self._held_out: dict[str, Any] = {}
@@ -148,7 +171,8 @@ class Trainer:
         """Write the trained draft to OUT/draft."""
         if self.is_main:
             facts = {"target": self.config.target, "step": self.progress.step}
-            save_draft(self.draft, self.config.out / "draft", metadata=facts)
+            # The map comes from the data, so one of zero offsets means the first ids.
+            save_draft(self.draft, self.config.out / "draft", metadata=facts, identity_map=True)
         self.accelerator.wait_for_everyone()
 
     def _say_start(self) -> None:
@@ -227,7 +251,7 @@ class Trainer:
         norm = float(norm) if norm is not None else 0.0
         if not math.isfinite(norm):
             raise UserError(
-                f"fit: the gradient of step {self.progress.step + 1} is {norm}; the weights of the "
+                f"the gradient of step {self.progress.step + 1} is {norm}; the weights of the "
                 "last checkpoint are intact: lower fit.learning_rate, or use fit.dtype=float32"
             )
         for group in self.optimizer.param_groups:

@@ -25,6 +25,7 @@ class Prepared:
     examples: list[Example]
     drops: Drops
     num_rows: int
+    max_length: int  # tokens of an example
     cut_rows: list[str] = field(default_factory=list)  # where max_length cut something off
     cut_supervised_tokens: int = 0
     replaced_surrogates: list[str] = field(default_factory=list)
@@ -45,8 +46,8 @@ class Prepared:
         found = self.drops.summary()
         if self.cut_rows:
             found.append(
-                f"{len(self.cut_rows)} rows cut by max_length ({self.cut_rows[0]} first), "
-                f"{self.cut_supervised_tokens} supervised tokens lost"
+                f"{len(self.cut_rows)} rows cut to {self.max_length} tokens "
+                f"({self.cut_rows[0]} first), {self.cut_supervised_tokens} supervised tokens lost"
             )
         if self.replaced_surrogates:
             found.append(
@@ -101,10 +102,10 @@ def prepare(
             else:
                 examples.append(example)
             bar.update(done)
-    num_rows = len(examples) + len(drops)
-    if not examples:
-        raise UserError(_nothing(sources, num_rows, drops, conversations, template))
-    return Prepared(examples, drops, num_rows, cut_rows, lost, rows.replaced_surrogates)
+        num_rows = len(examples) + len(drops)
+        if not examples:
+            raise UserError(_nothing(sources, num_rows, drops, conversations, template))
+    return Prepared(examples, drops, num_rows, max_length, cut_rows, lost, rows.replaced_surrogates)
 
 
 def show(prepared: Prepared, template: ChatTemplate, console: Console) -> None:
@@ -137,7 +138,7 @@ def coloured(example: Example, template: ChatTemplate) -> Text:
 def _truncate(example: Example, max_length: int) -> Example:
     mask = example.loss_mask[:max_length]
     if not mask.any():
-        raise Unusable("max_length cuts off everything supervised")
+        raise Unusable(f"nothing supervised within max_length, {max_length} tokens")
     return replace(example, input_ids=example.input_ids[:max_length], loss_mask=mask)
 
 

@@ -105,7 +105,9 @@ class ChatTemplate:
 
     def encode(self, text: str) -> Encoding:
         """Token ids of rendered text; the template alone decides about bos, nothing is added."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         return Encoding(list(encoded["input_ids"]), list(encoded["offset_mapping"]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
