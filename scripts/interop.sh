@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # environment DIR INSTALL: make DIR unless it is complete and younger than this file.
 environment() {
@@ -40,13 +40,17 @@ install_vllm() {
 case "${1:-}" in
 peers)
     environment .venv-interop install_peers
-    export TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
-    export PYTHONPATH=packages/eagle3-core/src
+    export TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 PYTHONPATH=packages/eagle3-core/src
     exec .venv-interop/bin/python -m pytest interop/peers
     ;;
 vllm)
+    if [ ! -e runs/demo/draft/config.json ]; then
+        printf 'interop: runs/demo/draft is missing; vLLM is asked to serve it: run make demo\n' >&2
+        exit 2
+    fi
     environment .venv-vllm install_vllm
-    exec python -m pytest interop/vllm
+    export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1
+    exec python -m pytest -s interop/vllm
     ;;
 *)
     printf 'usage: scripts/interop.sh peers|vllm\n' >&2
