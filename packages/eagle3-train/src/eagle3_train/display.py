@@ -1,5 +1,6 @@
 """Progress on stderr: a live bar on a terminal, plain lines elsewhere."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 _PLAIN_SECONDS = 10.0  # between lines where there is no terminal
 
-console = Console(stderr=True, soft_wrap=True, highlight=False)
+# Of several processes one speaks.
+_quiet = os.environ.get("RANK", "0") != "0"
+console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=_quiet)
 
 
 class Display:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +133,7 @@ class Trainer:
         self.draft, self.train, self.held_out = draft, train, held_out
         self.lengths = list(train.lengths)
         self.identity = identity
-        self.accelerator = Accelerator()
+        self.accelerator = _join_processes()
         self.is_main = self.accelerator.is_main_process
         self.checkpoints = config.out / "checkpoints"
         kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
@@ -310,6 +311,22 @@ class Trainer:
         summed = self.accelerator.reduce(values.to(self.accelerator.device), "sum")
         assert isinstance(summed, Tensor)
         return summed.cpu()
+
+
+def _join_processes() -> Accelerator:
+    """All processes of this run, which the environment names as torchrun does.
+
+    Raises:
+        RuntimeError: this process would train alone, beside others that do the same.
+    """
+    # Without a device accelerate takes each process for a run of its own, unless told the CPU.
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != expected:
+        raise RuntimeError(
+            f"{accelerator.num_processes} processes joined, WORLD_SIZE is {expected}"
+        )
+    return accelerator
 
 
 class MetricsLog:
