@@ -50,7 +50,7 @@ vllm)
     fi
     environment .venv-vllm install_vllm
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1
-    exec python -m pytest -s interop/vllm
+    exec .venv/bin/python -m pytest -s interop/vllm
     ;;
 *)
     printf 'usage: scripts/interop.sh peers|vllm\n' >&2
