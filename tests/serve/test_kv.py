@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3_serve.kv import KVStore, PackedContext, Segment, SlotAllocator
+from eagle3_serve.kv import Branches, KVStore, PackedContext, Segment, SlotAllocator
 
 CPU = torch.device("cpu")
 
@@ -74,6 +74,49 @@ def test_packed_attention_equals_plain_attention(window: int | None) -> None:
                 torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
             assert not out[:, row:].any(), "a padding row is not zero"
         past = [p + lengths[i] for p, (_, lengths) in zip(past, plans, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("by_level", [False, True])
+def test_a_tree_is_as_many_chains(window: int | None, by_level: bool) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, size, past, slot = 4, 2, 6, 5, 3
+    parents = [-1, 0, 0, 1, 1, 2, 4]  # by level: 0 | 1 2 | 3 4 5 | 6
+    levels = [(0, 1), (1, 3), (3, 6), (6, 7)] if by_level else [(0, 7)]
+    paths = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    positions = torch.tensor([past + len(path) - 1 for path in paths])
+    seen = torch.zeros(7, 7, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        seen[node, path] = True
+    total = past + len(parents)
+    q = torch.randn(heads, total, size, dtype=torch.float64)
+    k, v = (torch.randn(kv_heads, total, size, dtype=torch.float64) for _ in range(2))
+    store = KVStore(1, kv_heads, size, 20, torch.float64, CPU)
+    segments = [Segment(0, past, slot, 0, CPU)]
+    for first, end in levels:
+        branches = Branches(positions[:end], seen[first:end, :end])
+        segments.append(Segment(0, end - first, slot, past + first, CPU, branches))
+    outs = []
+    for segment in segments:
+        part = slice(segment.past, segment.length)
+        context = PackedContext(store, [segment], window)
+        outs.append(context.attend(0, *(x[None, :, part] for x in (q, k, v)))[0])
+    out = torch.cat(outs, 1)
+    for node, path in enumerate(paths):
+        own = [*range(past), *(past + i for i in path)]
+        expected = _plain(q[:, own], k[:, own], v[:, own], window)[:, -1]
+        torch.testing.assert_close(out[:, past + node], expected, rtol=0, atol=1e-13)
+    assert [s.positions.tolist() for s in segments[1:]] == [
+        positions[a:b].tolist() for a, b in levels
+    ]
+    whole = Segment(0, 7, slot, past, CPU)
+    store.keep(whole, [0, 1, 4, 6])
+    held = slice(slot, slot + past + 4)
+    own = [*range(past), past, past + 1, past + 4, past + 6]
+    assert torch.equal(store.keys[0, :, held], k[:, own])
+    assert torch.equal(store.values[0, :, held], v[:, own])
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -65,16 +65,48 @@ class KVStore:
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
+    def keep(self, segment: "Segment", rows: Sequence[int]) -> None:
+        """Keep a path of a pass's rows, at the slots right behind the `past` ones.
+
+        Args:
+            segment: whose rows have run.
+            rows: ascending numbers of its rows, from 0; the rest is up for being overwritten.
+        """
+        first = segment.slot + segment.past
+        moved = [(first + row, first + i) for i, row in enumerate(rows) if row != i]
+        if moved:  # a path that is a prefix lies right already
+            source, target = torch.tensor(moved, device=self.keys.device).T
+            for held in (self.keys, self.values):
+                held[:, :, target] = held[:, :, source]  # read whole before it is written
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The last m slots of a request, when they are a tree and not a chain.
+
+    Their first m - num_rows were written by passes before, the rest are the rows of this one.
+    """
+
+    positions: Tensor  # [m] absolute
+    visible: Tensor  # [num_rows,m] bool: the row's ancestors among them and itself
+
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's rows in a packed batch: `num_rows` new tokens after `past` held ones."""
+    """One request's rows in a packed batch: `num_rows` new tokens after `past` held ones.
+
+    Rows see everything held and the rows before them. With `branches` a row sees the slots before
+    the last m, and of those m what `branches.visible` says: all rows of a tree in one pass
+    (m = num_rows) for the target, level after level (m grows) for a draft. Afterwards
+    `KVStore.keep` moves an accepted path together.
+    """
 
     first_row: int
     num_rows: int
     slot: int  # where the request's run starts
-    past: int
+    past: int  # slots written by passes before, those of a tree included
     device: torch.device
+    branches: Branches | None = None
 
     @property
     def length(self) -> int:
@@ -84,16 +116,24 @@ class Segment:
     @cached_property
     def positions(self) -> Tensor:
         """[num_rows] absolute."""
+        if self.branches is not None:
+            return self.branches.positions[-self.num_rows :]
         return torch.arange(self.past, self.length, device=self.device)
 
     def mask(self, window: int | None, groups: int) -> Tensor | None:
         """[groups·num_rows, length] of what each row may see; None = everything."""
-        if self.num_rows == 1 and (window is None or self.length <= window):
+        is_chain = self.branches is None
+        if is_chain and self.num_rows == 1 and (window is None or self.length <= window):
             return None
         key = f"_mask_{window}_{groups}"
         if key not in self.__dict__:  # the same for all layers of a round
-            distance = self.positions[:, None] - torch.arange(self.length, device=self.device)
+            slots = torch.arange(self.length, device=self.device)
+            if self.branches is not None:
+                slots[-len(self.branches.positions) :] = self.branches.positions
+            distance = self.positions[:, None] - slots
             allowed = distance >= 0
+            if self.branches is not None:
+                allowed[:, -len(self.branches.positions) :] = self.branches.visible
             if window is not None:
                 allowed = allowed & (distance < window)
             self.__dict__[key] = allowed.repeat(groups, 1)

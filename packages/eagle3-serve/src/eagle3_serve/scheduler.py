@@ -53,7 +53,11 @@ class Request:
 class Scheduler:
     """First come, first served; a request starts when its whole run of slots is free."""
 
-    def __init__(self, max_batch_size: int, max_model_len: int, num_slots: int) -> None:
+    def __init__(
+        self, max_batch_size: int, max_model_len: int, num_slots: int, spare: int = 0
+    ) -> None:
+        """`spare` is how far a round's rows may reach behind a request's limit (a wide tree)."""
+        self._spare = spare
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._max_batch_size = max_batch_size
@@ -88,7 +92,7 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Start waiting requests while there is room; returns all that run."""
         while self.waiting and len(self.running) < self._max_batch_size:
-            slot = self._slots.allocate(self.waiting[0].limit)
+            slot = self._slots.allocate(self.waiting[0].limit + self._spare)
             if slot is None:
                 break  # no overtaking: a long request must not starve
             request = self.waiting.popleft()
@@ -102,7 +106,7 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-            self._slots.free(request.slot, request.limit)
+            self._slots.free(request.slot, request.limit + self._spare)
             request.slot = -1
 
 
