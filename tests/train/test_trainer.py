@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.vocab import vocab_map
 from eagle3_train.config import TrainConfig
+from eagle3_train.metrics import MEASURED
 from eagle3_train.trainer import Trainer, learning_rate_factor, normaliser
 
 V, D, T, H = 32, 24, 16, 16
@@ -70,7 +71,7 @@ def trainer(out: Path, samples: Documents | None = None, **fit: Any) -> Trainer:
 def steady(path: Path) -> list[dict[str, Any]]:
     """The log without what a clock decides."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in m.items() if k not in ("elapsed", "tokens_per_s")} for m in lines]
+    return [{k: v for k, v in m.items() if k not in MEASURED} for m in lines]
 
 
 def test_it_learns_the_chain(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from eagle3_core.config import AuxNorm, Feedback, LayerInput, Residual
 
 Dtype = Literal["float32", "bfloat16"]
 LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
+Tracker = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -100,6 +101,7 @@ class FitConfig(Section):
     train_head: bool = True
     save_every: Count | None = None  # steps between checkpoints; none = only the end
     keep: Count = 2  # checkpoints kept
+    trackers: list[Tracker] = []  # beside metrics.jsonl
 
 
 class EvalConfig(Section):

@@ -1,6 +1,10 @@
 """Counts behind every training and evaluation number; they add up over batches and processes."""
 
+import resource
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +13,11 @@ from torch import Tensor
 from eagle3_core.accept import AcceptCounts, simulated_accept_length
 from eagle3_train.loss import HeadLoss
 from eagle3_train.ttt import Batch, chain_slots
+
+# What the clock and the machine decide: different in two runs that are otherwise the same.
+MEASURED = frozenset({
+    "elapsed", "tokens_per_s", "data_wait_s", "compute_s", "rss_bytes", "peak_bytes",
+})  # fmt: skip
 
 _FIELDS = (
     "supervised",  # slots whose loss counts
@@ -84,6 +93,34 @@ def count_steps(batch: Batch, slots: Tensor, result: HeadLoss, target_ids: Tenso
         torch.tensor(rounds.accepted),
     ]
     return StepCounts(torch.stack([row.double() for row in rows]))
+
+
+def memory(device: torch.device) -> dict[str, int | None]:
+    """Memory of this process, in bytes.
+
+    rss_bytes: resident now; None where the system does not say. peak_bytes: the most so far, on a
+    GPU of what torch allocated there, on a CPU of resident memory.
+    """
+    statm = Path("/proc/self/statm")
+    resident = int(statm.read_text().split()[1]) if statm.exists() else None
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "rss_bytes": None if resident is None else resident * resource.getpagesize(),
+        "peak_bytes": peak,
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """`peak_bytes` counts from now on, where the system lets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark, proc(5)
 
 
 def _scatter(slots: Tensor, values: Tensor) -> Tensor:

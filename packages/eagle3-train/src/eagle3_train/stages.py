@@ -38,13 +38,14 @@ from eagle3_train.provenance import (
 from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.resume import write_json
 from eagle3_train.store import FeatureStore
+from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
 from eagle3_train.ttt import Batch, supervised_slots
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Features = FeatureStore | OnlineFeatures
 
-_FREE = ("save_every", "keep")  # fit settings that a continued run may change
+_FREE = ("save_every", "keep", "trackers")  # fit settings that a continued run may change
 
 
 def run_prepare(config: TrainConfig) -> dict[str, Any]:
@@ -148,6 +149,7 @@ def run_capture(config: TrainConfig) -> dict[str, Any]:
 def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     """Train the draft: OUT/draft, OUT/checkpoints, OUT/metrics.jsonl, OUT/run.json."""
     _check_fit_outputs(config.out)
+    check_trackers(config.fit.trackers)
     train = _features(config, "train")
     identity = {
         "target": config.target,

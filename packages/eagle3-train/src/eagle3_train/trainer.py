@@ -1,14 +1,12 @@
 """The training loop: the same optimiser steps on any number of processes."""
 
-import json
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 
 from eagle3_core import Eagle3Draft, UserError, save_draft
 from eagle3_train.config import Dtype, FitConfig, LossConvention, TrainConfig
-from eagle3_train.display import Display, console, display
+from eagle3_train.display import StepTable, console
 from eagle3_train.evaluate import Samples, evaluate, run_slots
-from eagle3_train.metrics import StepCounts
+from eagle3_train.metrics import StepCounts, memory, reset_peak_memory
 from eagle3_train.order import epoch_batches, pack, share
 from eagle3_train.resume import (
     Progress,
@@ -28,6 +26,7 @@ from eagle3_train.resume import (
     load_checkpoint,
     save_checkpoint,
 )
+from eagle3_train.trackers import Sink, open_sinks
 from eagle3_train.ttt import Batch, supervised_slots
 
 
@@ -146,7 +145,6 @@ class Trainer:
                 discard_run(self.checkpoints, replaced)
         self.progress = load_checkpoint(self.checkpoints, draft, self.optimizer, identity)
         self.steps = self._plan()
-        self._held_out: dict[str, Any] = {}
 
     def _plan(self) -> list[list[int]]:
         """The samples of every optimiser step of the run."""
@@ -160,13 +158,19 @@ class Trainer:
         """Train to the end, or until Ctrl-C, and leave a checkpoint."""
         self._say_start()
         metrics: dict[str, Any] = {}
-        log = MetricsLog(self.config.out / "metrics.jsonl", self.progress.step, self.is_main)
-        with _interrupts() as asked, display("fit", len(self.steps), self.is_main) as shown:
+        reset_peak_memory(self.accelerator.device)
+        with _interrupts() as asked, self._sinks() as sinks:
             interrupted = False
             while self.progress.step < len(self.steps) and not interrupted:
                 metrics, interrupted = self._step(asked)
-                self._after_step(metrics, interrupted, log, shown)
+                self._after_step(metrics, interrupted, sinks)
         return Outcome(self.progress, interrupted, metrics)
+
+    def _sinks(self) -> AbstractContextManager[list[Sink]]:
+        """Who learns of each step: nobody in any process but the first."""
+        if not self.is_main:
+            return nullcontext([])
+        return open_sinks(self.config, self.progress.step, StepTable("fit", len(self.steps)))
 
     def save(self) -> None:
         """Write the trained draft to OUT/draft."""
@@ -192,13 +196,15 @@ class Trainer:
         mine = share(indices, self.lengths, world)[self.accelerator.process_index]
         groups = pack(mine, self.lengths, fit.micro_batch_tokens)
         batches = [Batch.pack([self.train[i] for i in group]) for group in groups]
+        waited = time.monotonic() - began
         t2d = self.draft.t2d if self.draft.config.is_pruned else None
         slots = [supervised_slots(b, fit.ttt_length, t2d, fit.loss_convention) for b in batches]
         counted = torch.zeros(fit.ttt_length, dtype=torch.float64)
         for s in slots:
             counted += s.sum(1)
-        shared = torch.tensor([sum(map(len, batches)), float(bool(asked))], dtype=torch.float64)
-        *counted, tokens, stop = self._sum(torch.cat([counted, shared])).tolist()
+        shared = [sum(map(len, batches)), sum(int(b.loss_mask.sum()) for b in batches), bool(asked)]
+        shared = torch.tensor(shared, dtype=torch.float64)
+        *counted, tokens, supervised, stop = self._sum(torch.cat([counted, shared])).tolist()
         counted = torch.tensor(counted, dtype=torch.float64)
         weights = fit.step_weight ** torch.arange(fit.ttt_length, dtype=torch.float64)
         weights = (weights / normaliser(fit.loss_convention, counted, int(tokens))).float()
@@ -221,7 +227,12 @@ class Trainer:
             "learning_rate": rate,
             "grad_norm": norm,
             "tokens": self.progress.tokens,
+            "samples": len(indices),
+            "supervised_fraction": supervised / tokens,
             "tokens_per_s": tokens / seconds,
+            "data_wait_s": waited,
+            "compute_s": seconds - waited,
+            **memory(self.accelerator.device),
             "elapsed": self.progress.elapsed,
         }
         return metrics, stop > 0
@@ -263,20 +274,14 @@ class Trainer:
         return norm
 
     def _after_step(
-        self, metrics: dict[str, Any], interrupted: bool, log: "MetricsLog", shown: Display
+        self, metrics: dict[str, Any], interrupted: bool, sinks: Sequence[Sink]
     ) -> None:
         step, last = self.progress.step, self.progress.step == len(self.steps)
         every = self.config.eval.every
         if self.held_out is not None and every and (step % every == 0 or last):
-            metrics["eval"] = self._held_out = self._evaluate(self.held_out)
-        log.write(metrics)
-        note = (
-            f"loss {metrics['loss']:.3f}  first {metrics['accuracy_per_step'][0]:.3f}  "
-            f"accept {metrics['accept_length'] or 1:.2f}  {metrics['tokens_per_s']:.0f} tok/s"
-        )
-        if self._held_out:
-            note += f"  held-out accept {self._held_out['accept_length']:.3f}"
-        shown.update(step, note)
+            metrics["eval"] = self._evaluate(self.held_out)
+        for sink in sinks:
+            sink.write(metrics)
         due = self.fit.save_every and step % self.fit.save_every == 0
         if due or last or interrupted:
             self._save_checkpoint()
@@ -327,25 +332,6 @@ def _join_processes() -> Accelerator:
             f"{accelerator.num_processes} processes joined, WORLD_SIZE is {expected}"
         )
     return accelerator
-
-
-class MetricsLog:
-    """metrics.jsonl: one line a step; lines after the step a run continues from are dropped."""
-
-    def __init__(self, path: Path, step: int, enabled: bool) -> None:
-        self._path = path if enabled else None
-        if not enabled:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [] if not path.exists() else path.read_text(encoding="utf-8").splitlines()[:step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step."""
-        if self._path is None:
-            return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
 
 
 @contextmanager
