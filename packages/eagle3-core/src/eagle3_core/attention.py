@@ -37,6 +37,10 @@ class CacheContext:
         """Number of positions held."""
         return next(iter(self._keys.values())).shape[2] if self._keys else 0
 
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [B,nkv,length,d] each."""
+        return self._keys[layer], self._values[layer]
+
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on."""
         for store in (self._keys, self._values):
@@ -99,6 +103,56 @@ class UnrollContext:
             same = self._documents[:, :, None] == self._documents[:, None, :]
             allowed = allowed & same[:, None]
         return allowed
+
+
+class TreeContext:
+    """Nodes of draft trees behind cached slots: a row sees the slots, its ancestors and itself.
+
+    Set `lineage` before each forward: [B,F,depth], of every row the row of its ancestor in each
+    forward from the first on, itself last. The plain reference.
+    """
+
+    def __init__(self, cache: CacheContext, lengths: Tensor | None = None) -> None:
+        """`cache` is left as it is; its batch is B or 1. `lengths` [B] slots seen, None = all."""
+        self.sliding_window = cache.sliding_window
+        self.lineage = torch.empty(0)
+        self._cache = cache
+        self._lengths = lengths
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        keys.append(k)
+        values.append(v)
+        cached_keys, cached_values = self._cache.held(layer)
+        scores = torch.cat([_scores(q, key) for key in (cached_keys, *keys)], -1)
+        allowed = torch.cat([self._sees_slots(), *self._sees_rows(keys)], -1)
+        weights = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        shares = weights.split([cached_keys.shape[2], *(key.shape[2] for key in keys)], -1)
+        parts = zip(shares, (cached_values, *values), strict=True)
+        return sum((_mix(share, value) for share, value in parts), torch.zeros_like(q))
+
+    def _sees_slots(self) -> Tensor:
+        """[B,F,slots]"""
+        batch, rows, depth = self.lineage.shape
+        slots = torch.arange(self._cache.length, device=self.lineage.device)
+        lengths = torch.full_like(self.lineage[:, 0, 0], self._cache.length)
+        if self._lengths is not None:
+            lengths = self._lengths
+        allowed = slots < lengths[:, None]
+        if self.sliding_window is not None:
+            allowed = allowed & (lengths[:, None] - 1 + depth - slots < self.sliding_window)
+        return allowed[:, None].expand(batch, rows, -1)
+
+    def _sees_rows(self, keys: list[Tensor]) -> list[Tensor]:
+        """[B,F,rows] for every depth so far."""
+        depth = len(keys)
+        return [
+            (self.lineage[..., i, None] == torch.arange(key.shape[2], device=key.device))
+            & (self.sliding_window is None or depth - 1 - i < self.sliding_window)
+            for i, key in enumerate(keys)
+        ]
 
 
 def _causal(rows: Tensor, columns: Tensor, window: int | None, ahead: int = 0) -> Tensor:
