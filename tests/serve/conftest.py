@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_core import CacheContext, DraftConfig, Eagle3Draft, save_draft
@@ -29,12 +29,6 @@ LAYERS = 4
 MAX_LENGTH = 256
 # RMSNorm of a one-hot vector.
 ONE_HOT = 1 / math.sqrt(1 / H + EPS)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    "{{ raise_exception('system comes first') }}{% endif %}"
-    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -55,34 +49,17 @@ class ChainPair:
 
 
 @pytest.fixture(scope="session")
-def chain_pair(tmp_path_factory: pytest.TempPathFactory) -> ChainPair:
+def chain_pair(
+    make_tokenizer: Callable[..., PreTrainedTokenizerFast],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> ChainPair:
     """The pair on disk, written once."""
     folder = tmp_path_factory.mktemp("chain")
     chain = _chain()
     _write_target(folder / "target", chain)
+    make_tokenizer().save_pretrained(folder / "target")
     _write_draft(folder / "draft", chain)
     return ChainPair(folder / "target", folder / "draft", tuple(chain))
-
-
-def make_target(dtype: torch.dtype = torch.float32, vocab_size: int = 48, seed: int = 0) -> Target:
-    """A random Llama where attention matters: large weights make the next token hang on all."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=vocab_size - 1,
-    )
-    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
-    return Target(name="random", model=model, tokenizer=_tokenizer())
 
 
 def make_draft(target: Target, seed: int = 1, **choices: object) -> Eagle3Draft:
@@ -155,9 +132,19 @@ class RandomPairs:
 
 
 @pytest.fixture(scope="session")
-def pairs() -> RandomPairs:
-    """See `RandomPairs`."""
-    return RandomPairs(make_target, make_draft, fit_draft, reference_greedy)
+def pairs(make_target: Callable[..., Target]) -> RandomPairs:
+    """See `RandomPairs`; 48 ids and 128 positions keep exact distributions small."""
+
+    def small(dtype: torch.dtype = torch.float32, vocab_size: int = 48, **fields: Any) -> Target:
+        defaults = {
+            "vocab_size": vocab_size,
+            "max_position_embeddings": 128,
+            "bos_token_id": None,
+            "eos_token_id": vocab_size - 1,
+        }
+        return make_target(dtype, **{**defaults, **fields})
+
+    return RandomPairs(small, make_draft, fit_draft, reference_greedy)
 
 
 def _chain() -> list[int]:
@@ -206,7 +193,6 @@ def _write_target(folder: Path, chain: list[int]) -> None:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
 
 
 def _write_draft(folder: Path, chain: list[int]) -> None:
@@ -247,19 +233,3 @@ def _write_draft(folder: Path, chain: list[int]) -> None:
         draft.lm_head.weight.copy_(_head(chain, frozenset(b"e"))[kept])
         draft.d2t, draft.t2d = vocab_map(kept, V)
     save_draft(draft, folder)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    alphabet = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    specials = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
-    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer

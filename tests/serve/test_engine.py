@@ -158,9 +158,9 @@ def test_a_stop_inside_a_block_counts_what_was_kept(target: Any, draft: Any) -> 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"vocab_size": 50, "draft_vocab_size": 50}, "vocab_size is 50, but the target .* 48"),
-        ({"target_hidden_size": 36}, "target_hidden_size is 36, but the target .* 32"),
-        ({"num_target_layers": 6}, "num_target_layers is 6, but the target .* 4"),
+        ({"vocab_size": 50, "draft_vocab_size": 50}, "vocab_size is 50, but target .* 48"),
+        ({"target_hidden_size": 36}, "target_hidden_size is 36, but target .* 32"),
+        ({"num_target_layers": 6}, "num_target_layers is 6, but target .* 4"),
         ({"num_target_layers": None, "aux_layer_ids": (1, 2, 5)}, "5 is out of range"),
         ({"aux_layer_ids": None}, "aux_layer_ids is not set"),
         (

@@ -1,4 +1,4 @@
-"""A byte tokenizer with ChatML marks, and a small random target that speaks it."""
+"""Conversations, and a run over them with a small random target."""
 
 import json
 from collections.abc import Callable
@@ -6,88 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from eagle3_core.target import Target
 from eagle3_train.data import ChatTemplate
 
-SPECIALS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")  # ids 256..259
-BOS, EOS, IM_START, IM_END = range(256, 260)
-VOCAB_SIZE = 272  # twelve rows that the tokenizer does not know
-CHATML = (
-    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
-
-
-def build_tokenizer(
-    template: str | None = CHATML, adds_bos: bool = False
-) -> PreTrainedTokenizerFast:
-    """One token a UTF-8 byte; `adds_bos` as a post-processor does it when text is encoded."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    extra = iter(range(256, 512))
-    letters = {chr(b) if b in printable else chr(next(extra)): b for b in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIALS])
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|bos|>",
-        eos_token="<|eos|>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def build_target(dtype: torch.dtype = torch.float32, max_position_embeddings: int = 256) -> Target:
-    """Large weights: the next token hangs on the whole text."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=max_position_embeddings,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-        bos_token_id=BOS,
-        eos_token_id=[EOS, IM_END],
-    )
-    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
-    return Target(name="random", model=model, tokenizer=build_tokenizer())
+EOS, IM_END = 257, 259
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """See `build_tokenizer`."""
-    return build_tokenizer
+def target(make_target: Callable[..., Target]) -> Target:
+    return make_target()
 
 
 @pytest.fixture(scope="session")
-def make_target() -> Callable[..., Target]:
-    """See `build_target`."""
-    return build_target
-
-
-@pytest.fixture(scope="session")
-def target() -> Target:
-    return build_target()
-
-
-@pytest.fixture(scope="session")
-def chatml() -> ChatTemplate:
-    return ChatTemplate(build_tokenizer(), eos_token_ids=(EOS, IM_END))
+def chatml(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> ChatTemplate:
+    return ChatTemplate(make_tokenizer(), eos_token_ids=(EOS, IM_END))
 
 
 @pytest.fixture
@@ -114,12 +48,11 @@ def chat() -> Callable[..., list[dict[str, str]]]:
 
 
 @pytest.fixture(scope="session")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`build_target` as a folder that commands can load."""
+def target_folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target` as a folder that commands can load."""
     folder = tmp_path_factory.mktemp("target")
-    built = build_target()
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -51,6 +51,10 @@ def test_capture_fit_eval(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     held_out = json.loads(stdout)
     assert held_out["accept_length"] == steps[-1]["eval"]["accept_length"]
     assert 1 <= held_out["accept_length"] <= 4
+    other = ["capture.mode=online", "capture.aux_layer_ids=[1,2,4]"]
+    code, _, error = run(capsys, "eval", str(config), *other)
+    assert code == 2
+    assert "aux_layer_ids is [1, 2, 3], but the captured states are of [1, 2, 4]" in error
 
     before = (out / "draft/model.safetensors").stat().st_mtime_ns
     code, _, error = run(capsys, "fit", str(config))

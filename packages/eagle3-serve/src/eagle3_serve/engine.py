@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft, UserError
+from eagle3_core.pair import check_pair
 from eagle3_core.target import Target
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.drafter import Drafter
@@ -54,7 +55,7 @@ class Engine:
         """
         depth = config.num_speculative_tokens if draft is not None else 0
         if draft is not None:
-            check_pair(target, draft)
+            check_draft(target, draft)
         self.target = target
         self.stats = EngineStats()
         self._depth = depth
@@ -239,23 +240,21 @@ class Engine:
         del self._requests[request.id]
 
 
-def check_pair(target: Target, draft: Eagle3Draft) -> None:
-    """Check that a draft belongs to a target.
+def check_draft(target: Target, draft: Eagle3Draft) -> None:
+    """Check that a draft belongs to a target and that this engine can run it.
 
     Raises:
-        UserError: names the first size that differs.
+        UserError: names the first choice or size that does not fit.
     """
     config = draft.config
-    for name, found, expected in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, target.hidden_size),
-        ("num_target_layers", config.num_target_layers or target.num_layers, target.num_layers),
-    ):
-        if found != expected:
-            raise UserError(
-                f"draft: {name} is {found}, but the target {target.name} has {expected}; "
-                "the draft was made for another target"
-            )
+    check_pair(
+        "draft",
+        config,
+        target.name,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+    )
     if config.aux_source == "final_norm":
         raise UserError(
             "draft: aux_source is final_norm, expected boundaries; this engine does not "

@@ -51,8 +51,7 @@ def start_by_regression(draft: Eagle3Draft, samples: Samples, seed: int) -> int:
     check_startable(config)
     chosen = _choose(samples, _SLOTS_PER_FEATURE * config.aux_width)
     states = _Ridge(config.aux_width, config.hidden_size)
-    for sample in chosen:
-        slots = _slots(sample)
+    for sample, slots in chosen:
         states.add(draft.norm_aux(sample.aux[slots].float()), _fed_back(draft, sample, slots))
     if not states.count:
         raise UserError(
@@ -63,8 +62,7 @@ def start_by_regression(draft: Eagle3Draft, samples: Samples, seed: int) -> int:
     update = _Ridge(2 * config.hidden_size, config.hidden_size)
     first = draft.layers[0]
     assert isinstance(first, DraftLayer)
-    for sample in chosen:
-        slots = _slots(sample)
+    for sample, slots in chosen:
         e = draft.embed(sample.input_ids[slots + 1])
         x = draft.project(sample.aux[slots].float())
         attn_in, normed = draft.ops.norm_concat(
@@ -72,7 +70,7 @@ def start_by_regression(draft: Eagle3Draft, samples: Samples, seed: int) -> int:
         )
         residual = normed if config.residual == "normed" else x
         update.add(attn_in, _before_norm(draft, sample, slots + 1) - residual)
-    _write_update(first, update.solve(), _mean_embedding(draft, chosen), seed)
+    _write_update(first, update.solve(), _mean_embedding(draft, [s for s, _ in chosen]), seed)
     for layer in draft.layers[1:]:
         assert isinstance(layer, DraftLayer)
         layer.self_attn.o_proj.weight.zero_()
@@ -116,14 +114,16 @@ class _Ridge:
         return torch.linalg.solve(self._gram, self._cross).float()
 
 
-def _choose(samples: Samples, slots: int) -> list[Sample]:
-    """The first samples that hold enough supervised slots."""
+def _choose(samples: Samples, count: int) -> list[tuple[Sample, Tensor]]:
+    """The first samples that hold `count` supervised slots, each with its slots."""
     chosen, found = [], 0
     for index in range(len(samples)):
-        if found >= slots:
+        if found >= count:
             break
-        chosen.append(samples[index])
-        found += len(_slots(chosen[-1]))
+        sample = samples[index]
+        slots = _slots(sample)
+        chosen.append((sample, slots))
+        found += len(slots)
     return chosen
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_core import Eagle3Draft, UserError, load_draft
+from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.checkpoint.write import check_destination
 from eagle3_core.packed import is_packing_available, pack_linears
+from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Capturer, OnlineFeatures, capture
@@ -187,7 +188,7 @@ def run_eval(config: TrainConfig, draft_folder: str | None) -> dict[str, Any]:
     store = _features(config, "eval")
     folder = Path(draft_folder) if draft_folder else config.out / "draft"
     loaded = load_draft(folder)
-    _check_belongs(loaded.draft, folder, store)
+    _check_belongs(loaded.config, folder, store)
     kept = loaded.draft.to_target_ids(torch.arange(loaded.config.draft_vocab_size))
     counts = evaluate(
         loaded.draft,
@@ -353,14 +354,18 @@ def _features(config: TrainConfig, split: str) -> Features:
     return FeatureStore(folder)
 
 
-def _check_belongs(draft: Eagle3Draft, folder: Path, store: Features) -> None:
-    head = store.head()
-    for name, found, expected in (
-        ("vocab_size", draft.config.vocab_size, head.shape[0]),
-        ("target_hidden_size", draft.config.target_hidden_size, head.shape[1]),
-    ):
-        if found != expected:
-            raise UserError(
-                f"{folder}: {name} is {found}, the captured target has {expected}; "
-                "the draft belongs to another target"
-            )
+def _check_belongs(config: DraftConfig, folder: Path, store: Features) -> None:
+    meta = store.meta
+    check_pair(
+        folder,
+        config,
+        meta.target,
+        vocab_size=meta.vocab_size,
+        hidden_size=meta.hidden_size,
+        num_layers=meta.num_target_layers,
+    )
+    if (config.aux_layer_ids or meta.aux_layer_ids) != meta.aux_layer_ids:
+        raise UserError(
+            f"{folder}: aux_layer_ids is {list(config.aux_layer_ids or ())}, but the captured "
+            f"states are of {list(meta.aux_layer_ids)}; capture those that the draft reads"
+        )

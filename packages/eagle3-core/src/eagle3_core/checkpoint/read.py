@@ -25,6 +25,7 @@ from eagle3_core.checkpoint.write import refuse_non_finite
 from eagle3_core.config import DraftConfig
 from eagle3_core.draft import Eagle3Draft
 from eagle3_core.errors import UserError
+from eagle3_core.pair import check_pair
 
 OVERRIDES = (*(f.name for f in fields(DraftConfig)), "rope_theta", "aux_layer_id_convention", "d2t")
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -111,7 +112,15 @@ def plan_reading(
             report.warn(caution)
         config, names = resolve(Lookup(files, dialect, fields_only, lender, report))
         identity = False
-    _check_target(files, config, lender)
+    if lender is not None:
+        check_pair(
+            files.folder / "config.json",
+            config,
+            lender.name,
+            vocab_size=lender.vocab_size,
+            hidden_size=lender.hidden_size,
+            num_layers=lender.num_layers,
+        )
     names, borrowed = _account(files, config, names, dialect.borrows if dialect else frozenset())
     for name in sorted(borrowed):
         lent = f"not in the file; the target's{'' if lender else ' (to be given)'}"
@@ -187,22 +196,6 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
         if name == "aux_layer_ids" and not isinstance(value, list | tuple):
             raise UserError(f"override aux_layer_ids is {value!r}, expected a list of boundary ids")
     return {k: tuple(v) if k == "aux_layer_ids" else v for k, v in overrides.items()}
-
-
-def _check_target(files: CheckpointFiles, config: DraftConfig, lender: Lender | None) -> None:
-    if lender is None:
-        return
-    where = files.folder / "config.json"
-    for name, ours, theirs in (
-        ("vocab_size", config.vocab_size, lender.vocab_size),
-        ("target_hidden_size", config.target_hidden_size, lender.hidden_size),
-        ("num_target_layers", config.num_target_layers or lender.num_layers, lender.num_layers),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f"{where}: {name} is {ours}, but target {lender.name} has {theirs}; "
-                "the draft belongs to another target"
-            )
 
 
 def _account(
