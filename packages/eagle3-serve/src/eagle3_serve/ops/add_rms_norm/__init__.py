@@ -1,0 +1,1 @@
+"""The residual add with the RMSNorm that follows it; without a residual, the RMSNorm alone."""

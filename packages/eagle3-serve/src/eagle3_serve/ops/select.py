@@ -1,0 +1,49 @@
+"""Which implementation of an op runs: said by name, or chosen once for a device and logged."""
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from triton import knobs
+
+from eagle3_core import UserError
+
+Implementation = Literal["auto", "reference", "triton"]
+
+_log = logging.getLogger(__name__)
+_said: set[tuple[str, str]] = set()
+
+
+def resolve(implementation: Implementation, device: torch.device) -> Literal["reference", "triton"]:
+    """`auto` is triton on a GPU and the reference elsewhere; a name is taken at its word.
+
+    Raises:
+        UserError: triton is asked for where its kernels cannot run.
+    """
+    if implementation == "reference":
+        return "reference"
+    can_run = device.type == "cuda" or knobs.runtime.interpret
+    if implementation == "triton":
+        if not can_run:
+            raise UserError(
+                f"ops: implementation is 'triton', but {device} is no GPU; use 'auto' or "
+                "'reference', or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
+            )
+        return "triton"
+    chosen = "triton" if device.type == "cuda" else "reference"
+    if (chosen, str(device)) not in _said:
+        _said.add((chosen, str(device)))
+        _log.info("ops on %s: %s", device, chosen)
+    return chosen
+
+
+def load(op: str, implementation: Implementation, device: torch.device) -> Callable[..., Any]:
+    """The function of `eagle3_serve.ops.<op>` for a device.
+
+    Raises:
+        UserError: see `resolve`.
+    """
+    chosen = resolve(implementation, device)
+    return getattr(import_module(f"eagle3_serve.ops.{op}.{chosen}"), op)

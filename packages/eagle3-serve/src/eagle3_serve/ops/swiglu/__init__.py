@@ -1,0 +1,1 @@
+"""silu(gate) * up over the two halves of one projection."""
