@@ -37,6 +37,8 @@ from eagle3_train.provenance import (
     recorded_inputs,
 )
 from eagle3_train.regenerate import Sampling, regenerate
+from eagle3_train.report import NAME as REPORT
+from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
 from eagle3_train.store import FeatureStore
 from eagle3_train.trackers import check_trackers
@@ -170,10 +172,14 @@ def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
         config, draft, train, held_out, train.head(), identity, recorded_inputs(record)
     )
     if trainer.is_main:
-        write_json(config.out / "run.json", describe_run(argv, config.seed, identity))
+        described = describe_run(argv, config.seed, identity)
+        described |= {"config": config.model_dump(), "samples": length_histogram(train.lengths)}
+        write_json(config.out / "run.json", described)
     outcome = trainer.run()
     steps = outcome.progress.step
     result = {"output": str(draft_folder), "num_steps": steps, **outcome.metrics}
+    if trainer.is_main:
+        console.print(f"the run in pictures: {write_report(config.out)}", markup=False)
     if outcome.interrupted:
         console.print(f"stopped after step {steps}; the same command continues")
         return result | {"interrupted": True}
@@ -241,7 +247,7 @@ def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor 
 
 def _check_fit_outputs(out: Path) -> None:
     """Before training, not after it."""
-    files = ("metrics.jsonl", "run.json", "draft.inputs.json")
+    files = ("metrics.jsonl", "run.json", "draft.inputs.json", REPORT)
     check_outputs(out, files=files, folders=("draft", "checkpoints"))
     check_destination(out / "draft")
 
