@@ -118,5 +118,5 @@ class Drafter:
             if not request.params.is_greedy:
                 # The coin that will choose the target's own token there: where draft and target
                 # agree in distribution they agree in the token.
-                chosen[row] = choose(logits[row, None], request.params, request.coins(position, 1))
+                chosen[row] = choose(logits[row, None], request.params, [request.coin(position)])
         return self.draft.to_target_ids(chosen).tolist()

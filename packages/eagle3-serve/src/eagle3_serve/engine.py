@@ -20,11 +20,12 @@ from eagle3_serve.config import EngineConfig
 from eagle3_serve.drafter import Drafter
 from eagle3_serve.kv import PackedContext, Segment
 from eagle3_serve.metrics import EngineStats, RequestStats
+from eagle3_serve.processors import LogitsProcessor, needs_processor
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.scheduler import Request, Scheduler, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
 from eagle3_serve.target import TargetRunner, kv_shape
-from eagle3_serve.verify import emitted, target_choices
+from eagle3_serve.verify import chain_paths, emitted, target_choices
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Engine:
             seed=fresh_seed() if params.seed is None else params.seed,
             limit=limit,
             stream=OutputStream(self.target.tokenizer, params, self.target.eos_token_ids),
+            processor=self._processor(prompt_ids, params),
         )
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -141,8 +143,7 @@ class Engine:
         with self.stats.timed("verify"):
             segments, logits, aux = self._verify(batch, drafts)
         with self.stats.timed("accept"):
-            counts = [len(chain) + 1 for chain in drafts]
-            choices = target_choices(logits, batch, counts)
+            choices = target_choices(logits, batch, [chain_paths(chain) for chain in drafts])
             rows = zip(batch, drafts, emitted(drafts, choices), segments, strict=True)
             outputs = [self._commit(*row) for row in rows]
         with self.stats.timed("extend"):
@@ -151,6 +152,14 @@ class Engine:
             if output.finish_reason is not None:
                 self._drop(request)
         return outputs
+
+    def _processor(
+        self, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> LogitsProcessor | None:
+        if not needs_processor(params):
+            return None
+        end_ids = params.end_ids(self.target.eos_token_ids)
+        return LogitsProcessor(params, prompt_ids, end_ids, self.target.vocab_size, self._device)
 
     def _draft(self, batch: Sequence[Request]) -> list[list[int]]:
         """A chain per request; none for one whose prompt has not run yet."""
@@ -204,6 +213,8 @@ class Engine:
             if reason is not None:
                 break
         request.tokens += kept
+        if request.processor is not None:
+            request.processor.advance(kept)
         self.stats.num_output_tokens += len(kept)
         if was_prompt:
             self.stats.num_prompt_tokens += request.prompt_len

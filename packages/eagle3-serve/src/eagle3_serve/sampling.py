@@ -8,7 +8,7 @@ does not depend on the draft, on K, or on who shares the batch.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from eagle3_core.accept import inverse_cdf
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    The order of application is that of transformers and vLLM: temperature, top_k, top_p.
+    The order of application is transformers': what `processors` does (logit_bias, penalties,
+    min_tokens), then temperature, top_k, top_p, min_p.
 
     Raises:
         UserError: a value is out of range.
@@ -32,10 +33,16 @@ class SamplingParams:
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 or -1 = off
     top_p: float = 1.0
+    min_p: float = 0.0  # least probability, as a share of the most likely token's
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit gains)
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
     seed: int | None = None  # None = a fresh one for every request
     stop: tuple[str, ...] = ()  # cut from the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # before any end token or stop string
 
     def __post_init__(self) -> None:
         """Check every range."""
@@ -45,12 +52,35 @@ class SamplingParams:
         _require("temperature", valid, self.temperature, "a finite number >= 0")
         _require("top_k", self.top_k >= -1, self.top_k, "a whole number >= 1, or 0 for off")
         _require("top_p", 0 < self.top_p <= 1, self.top_p, "a number above 0 and up to 1")
+        _require("min_p", 0 <= self.min_p <= 1, self.min_p, "a number from 0 to 1")
+        for _, value in self.logit_bias:
+            _require("logit_bias", math.isfinite(value), value, "finite numbers")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(name, math.isfinite(value), value, "a finite number")
+        penalty = self.repetition_penalty
+        valid = math.isfinite(penalty) and penalty > 0
+        _require("repetition_penalty", valid, penalty, "a finite number above 0")
+        _require("min_tokens", self.min_tokens >= 0, self.min_tokens, "a whole number >= 0")
+        if limit is not None:
+            expected = f"at most max_tokens, {limit}"
+            _require("min_tokens", self.min_tokens <= limit, self.min_tokens, expected)
         _require("stop", all(self.stop), list(self.stop), "texts of at least one character")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, no coin needed."""
         return self.temperature == 0 or self.top_k == 1
+
+    def end_ids(self, eos_token_ids: Collection[int]) -> set[int]:
+        """The tokens that end the output, of a target with these end-of-sequence tokens."""
+        return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that have been used before are judged differently."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0)
 
 
 def _require(name: str, holds: bool, found: object, expected: str) -> None:
@@ -67,7 +97,8 @@ def coin(seed: int, position: int) -> float:
 def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """[..., V] logits -> the float64 distribution that is sampled from, after all parameters.
 
-    top_p keeps the smallest set of most likely tokens whose mass reaches it, at least one.
+    Of logits that `processors` has seen to: temperature, top_k, top_p, min_p. top_p keeps the
+    smallest set of most likely tokens whose mass reaches it, at least one.
     """
     # Maximum first and in float64: no temperature above 0 gives inf or NaN.
     logits = logits.double()
@@ -81,6 +112,10 @@ def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         before = ranked.cumsum(-1) - ranked
         ranked = ranked.masked_fill(before >= params.top_p, 0.0)
         probs = torch.zeros_like(probs).scatter(-1, order, ranked)
+        probs = probs / probs.sum(-1, keepdim=True)
+    if params.min_p > 0:
+        least = params.min_p * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle3_core import UserError
 from eagle3_serve.kv import SlotAllocator
 from eagle3_serve.metrics import RequestStats
+from eagle3_serve.processors import LogitsProcessor
 from eagle3_serve.sampling import SamplingParams, coin
 from eagle3_serve.stop import OutputStream
 
@@ -31,6 +32,7 @@ class Request:
     seed: int
     limit: int  # length at which the sequence ends at the latest
     stream: OutputStream
+    processor: LogitsProcessor | None = None  # None: nothing changes logits before temperature
     slot: int = -1
     num_held: int = 0
     first_draft: int = -1  # what the draft proposes next; known once its slots are filled
@@ -43,11 +45,9 @@ class Request:
         """Tokens that may still be emitted."""
         return self.limit - len(self.tokens)
 
-    def coins(self, first: int, count: int) -> list[float]:
-        """Coins of `count` positions; greedy requests have no use for them."""
-        if self.params.is_greedy:
-            return [0.0] * count
-        return [coin(self.seed, position) for position in range(first, first + count)]
+    def coin(self, position: int) -> float:
+        """The coin of a position; a greedy request has no use for one."""
+        return 0.0 if self.params.is_greedy else coin(self.seed, position)
 
 
 class Scheduler:

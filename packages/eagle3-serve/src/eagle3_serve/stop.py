@@ -21,7 +21,8 @@ class OutputStream:
 
     The token that ends the output is kept in `token_ids`. It adds no text if it is an
     end-of-sequence or stop id; a stop string is cut from the text whole. A stop beats the length
-    limit when both fall on one token. Bytes that never became a character are dropped at the end.
+    limit when both fall on one token. Text of the first `min_tokens` tokens is no part of a stop
+    string. Bytes that never became a character are dropped at the end.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class OutputStream:
         self._bytes = token_bytes(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._max_tokens = params.max_tokens
-        self._end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self._min_tokens = params.min_tokens
+        self._end_ids = params.end_ids(eos_token_ids)
         self._stops = params.stop
         self._held = ""  # may turn out to begin a stop string
         self._shown: list[str] = []
@@ -80,12 +82,13 @@ class OutputStream:
     def _add_text(self, text: str) -> bool:
         """Append text; True if a stop string is now complete, which cuts the text before it."""
         held = self._held + text
-        stop = _first_stop(held, self._stops)
+        stops = self._stops if len(self.token_ids) > self._min_tokens else ()
+        stop = _first_stop(held, stops)
         if stop is not None:
             self._show(held[:stop])
             self._held = ""
             return True
-        keep = _open_stop(held, self._stops)
+        keep = _open_stop(held, stops)
         self._show(held[: len(held) - keep])
         self._held = held[len(held) - keep :]
         return False

@@ -15,31 +15,45 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eagle3_core.accept import greedy_chain
+from eagle3_serve.processors import Paths
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
 
 
+def chain_paths(chain: Sequence[int]) -> list[Sequence[int]]:
+    """The path of each row of a chain: the drafts before it."""
+    return [chain[:i] for i in range(len(chain) + 1)]
+
+
 def target_choices(
-    logits: Tensor, requests: Sequence[Request], counts: Sequence[int]
+    logits: Tensor, requests: Sequence[Request], paths: Sequence[Paths]
 ) -> list[list[int]]:
     """The target's token after each row.
 
     Args:
-        logits: [sum(counts),V], packed; a request's first row is that of its last token.
+        logits: [R,V], packed; a request's first row is that of its last token.
         requests: whose rows they are.
-        counts: rows per request.
+        paths: for each request the path of each of its rows: the drafted tokens between its last
+            token and the row, the row's own included.
     """
     greedy = logits.argmax(-1).tolist()
     out, first = [], 0
-    for request, count in zip(requests, counts, strict=True):
-        rows = slice(first, first + count)
-        if request.params.is_greedy:
+    for request, own in zip(requests, paths, strict=True):
+        rows = slice(first, first + len(own))
+        if request.processor is None and request.params.is_greedy:
             out.append(greedy[rows])
         else:
-            coins = request.coins(len(request.tokens), count)
-            out.append(choose(logits[rows], request.params, coins).tolist())
-        first += count
+            out.append(_choices(logits[rows], request, own))
+        first += len(own)
     return out
+
+
+def _choices(logits: Tensor, request: Request, paths: Paths) -> list[int]:
+    if request.processor is not None:
+        logits = request.processor.process(logits, paths)
+    # A row chooses the token behind its path, whose position has a coin of its own.
+    coins = [request.coin(len(request.tokens) + len(path)) for path in paths]
+    return choose(logits, request.params, coins).tolist()
 
 
 def emitted(drafts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]]) -> list[list[int]]:
