@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3_core import Eagle3Draft, load_draft
 from eagle3_train.config import LossConvention
+from eagle3_train.distill import normaliser
 from eagle3_train.loss import head_loss
-from eagle3_train.trainer import normaliser
 from eagle3_train.ttt import Batch, supervised_slots, unroll
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden"

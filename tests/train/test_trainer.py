@@ -12,8 +12,10 @@ from torch import Tensor
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.vocab import vocab_map
 from eagle3_train.config import TrainConfig
+from eagle3_train.distill import normaliser
 from eagle3_train.metrics import MEASURED
-from eagle3_train.trainer import Trainer, learning_rate_factor, normaliser
+from eagle3_train.schedule import learning_rate_factor
+from eagle3_train.trainer import Trainer
 
 V, D, T, H = 32, 24, 16, 16
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,7 +37,7 @@ def save_checkpoint(
     folder: Path,
     progress: Progress,
     draft: Eagle3Draft,
-    optimizer: torch.optim.Optimizer,
+    moments: Mapping[str, Tensor],
     identity: Mapping[str, Any],
     keep: int,
 ) -> Path:
@@ -48,7 +47,7 @@ def save_checkpoint(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     save_draft(draft, work / "draft", identity_map=True)
-    save_file(_moments(draft, optimizer), work / _OPTIMIZER)
+    save_file(dict(moments), work / _OPTIMIZER)
     files = {
         str(path.relative_to(work)): path.stat().st_size
         for path in sorted(work.rglob("*"))
@@ -64,23 +63,35 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(
-    folder: Path, draft: Eagle3Draft, optimizer: torch.optim.Optimizer, identity: Mapping[str, Any]
-) -> Progress:
-    """Continue from the newest complete checkpoint in place; no checkpoint means step 0.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: where the run stood, its weights and its optimiser's moments."""
+
+    path: Path
+    progress: Progress
+
+    def weights(self) -> dict[str, Tensor]:
+        """The draft's whole state dict."""
+        return load_draft(self.path / "draft").draft.state_dict()
+
+    def moments(self) -> dict[str, Tensor]:
+        """What `save_checkpoint` was given."""
+        return load_file(self.path / _OPTIMIZER)
+
+
+def newest_checkpoint(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
+    """The newest complete checkpoint.
 
     Raises:
-        UserError: the checkpoint belongs to a run of another config or other data.
+        UserError: it belongs to a run of another config or other data.
     """
     complete = _complete(folder)
     if not complete:
-        return Progress()
+        return None
     newest = complete[0]
     state = _state(newest)
     refuse_other_run(newest, state["identity"], identity)
-    draft.load_state_dict(load_draft(newest / "draft").draft.state_dict())
-    _restore(draft, optimizer, load_file(newest / _OPTIMIZER))
-    return Progress(state["step"], state["elapsed"], state["tokens"])
+    return Checkpoint(newest, Progress(state["step"], state["elapsed"], state["tokens"]))
 
 
 def discard_run(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -119,26 +130,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(work, path)
-
-
-def _moments(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in draft.named_parameters():
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{kind}/{name}"] = value.detach().cpu().contiguous()
-    return tensors
-
-
-def _restore(
-    draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
-    parameters = dict(draft.named_parameters())
-    for key, value in tensors.items():
-        kind, name = key.split("/", 1)
-        parameter = parameters[name]
-        # The step count stays where AdamW made it; moments live beside their parameter.
-        device = value.device if kind == "step" else parameter.device
-        optimizer.state[parameter][kind] = value.to(device)
 
 
 def _steps(folder: Path) -> list[Path]:
