@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eagle3_core import UserError
-from eagle3_train.data import ChatTemplate, Conversation, Example, Unusable, to_example
+from eagle3_train.data import ChatTemplate, Conversation, Example, Unusable, to_examples
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
 MARKED = (
@@ -42,6 +42,11 @@ def _supervised(example: Example, template: ChatTemplate) -> list[str]:
                 runs.append([])
             runs[-1].append(token)
     return [template.decode(run) for run in runs]
+
+
+def to_example(row: Conversation, template: ChatTemplate) -> Example:
+    (example,) = to_examples(row, template)
+    return example
 
 
 def _row(messages: list[dict[str, Any]], **more: Any) -> Conversation:
@@ -109,7 +114,18 @@ def test_a_cut_answer_has_no_end_of_turn(chatml: ChatTemplate, chat) -> None:
     assert rendered.loss_mask.tolist() == example.loss_mask.tolist()
 
 
-def test_a_template_that_rewrites_history_is_refused(make_tokenizer, chat) -> None:
+def test_a_template_that_rewrites_all_before_an_answer_is_refused(make_tokenizer, chat) -> None:
+    """No text begins with the prompt that was answered."""
+    source = (
+        "{{ messages | length }}{%- for m in messages -%}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+    with pytest.raises(Unusable, match="rewrites earlier turns with each answer"):
+        to_example(_row(chat("a", "b")), ChatTemplate(make_tokenizer(source)))
+
+
+def test_a_template_that_marks_the_last_answer(make_tokenizer, chat) -> None:
     source = (
         "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
         "{%- if m.role == 'assistant' and loop.last -%}{{ '<think></think>' }}{%- endif -%}"
@@ -117,10 +133,9 @@ def test_a_template_that_rewrites_history_is_refused(make_tokenizer, chat) -> No
         "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
     )
     template = ChatTemplate(make_tokenizer(source))
-    with pytest.raises(Unusable, match="rewrites earlier turns"):
-        to_example(_row(chat("a", "b", "c", "d")), template)
-    example = to_example(_row(chat("a", "b")), template)
-    assert _supervised(example, template) == ["<think></think>b<|im_end|>"]
+    examples = to_examples(_row(chat("a", "b", "c", "d")), template)
+    written = [_supervised(example, template) for example in examples]
+    assert written == [["<think></think>b<|im_end|>"], ["<think></think>d<|im_end|>"]]
 
 
 def test_a_template_that_drops_a_turn_is_refused(make_tokenizer, chat) -> None:

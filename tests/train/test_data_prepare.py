@@ -82,5 +82,39 @@ def test_supervised_tokens_are_coloured(chatml: ChatTemplate, write_rows, chat) 
     assert green == ["wörld 😀<|im_end|>"]
     stream = io.StringIO()
     show(prepared, chatml, Console(file=stream, width=200))
-    assert "1 of 1 rows" in stream.getvalue()
+    assert "1 rows, 1 examples" in stream.getvalue()
     assert "wörld 😀<|im_end|>" in stream.getvalue()
+
+
+def test_token_ids_are_those_of_the_tokenizer(chatml: ChatTemplate, write_rows) -> None:
+    size = len(chatml.tokenizer)
+    path = write_rows(
+        {"input_ids": [65, 66, 67], "loss_mask": [0, 1, 1]},
+        {"input_ids": [65, size], "loss_mask": [0, 1]},
+        {"input_ids": [65, 66], "loss_mask": [0, 0]},
+    )
+    prepared = _prepare(path, chatml)
+    (example,) = prepared.examples
+    assert example.input_ids.tolist() == [65, 66, 67]
+    assert example.loss_mask.tolist() == [False, True, True]
+    assert prepared.drops.rows == [
+        (f"{path}:2", f"input_ids[1] is {size}, the tokenizer knows ids below {size}"),
+        (f"{path}:3", "nothing in it is supervised"),
+    ]
+
+
+def test_sources_are_counted_one_by_one(chatml: ChatTemplate, write_rows) -> None:
+    rows = [{"text": GOOD.format(i)} for i in range(3)] + [{"text": FOREIGN.format(9)}]
+    first, second = write_rows(*rows, name="a.jsonl"), write_rows(*rows[:1], name="b.jsonl")
+    prepared = prepare([first, second, second], chatml, max_length=100, progress=False)
+    tokens = [len(example.input_ids) for example in prepared.examples]
+    written = len("answer 0") + 1  # end-of-turn
+    one, two = prepared.sources.values()
+    assert (one.rows, one.dropped, one.examples) == (4, 1, 3)
+    assert (two.rows, two.dropped, two.examples) == (2, 0, 2)
+    assert (one.tokens, two.tokens) == (sum(tokens[:3]), sum(tokens[3:]))
+    assert (one.supervised, two.supervised) == (3 * written, 2 * written)
+    stream = io.StringIO()
+    show(prepared, chatml, Console(file=stream, width=200))
+    assert f"{first}: 4 rows, 1 dropped, 3 examples, " in stream.getvalue()
+    assert f"together: 6 rows, 5 examples, {sum(tokens)} tokens" in stream.getvalue()

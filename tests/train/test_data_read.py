@@ -126,7 +126,13 @@ def test_tool_calls_as_list_or_as_text_are_the_same(write_rows) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "content is a int"),
         ({"messages": [{"role": "assistant", "tool_calls": "no"}]}, "tool_calls is a string but"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are not"),
-        ({"question": "?"}, "none of messages, conversations, text, prompt"),
+        ({"input_ids": [1]}, "input_ids without loss_mask or labels"),
+        ({"input_ids": 5, "labels": [1]}, "input_ids is not a list of integers"),
+        ({"input_ids": [1, "2"], "labels": [1, 2]}, "input_ids[1] is '2', expected an integer"),
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries, input_ids has 2"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "loss_mask[1] is 2, expected 0 or 1"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "labels[0] is 2, expected -100 or"),
+        ({"question": "?"}, "none of messages, conversations, input_ids, text, prompt"),
         ({"prompt": "?", "finish_reason": "error"}, "marked as failed"),
     ],
 )
@@ -180,3 +186,15 @@ def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no \.jsonl"):
         _read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more", [{"loss_mask": [0, 1, 1, 0]}, {"loss_mask": [False, True, True, False]},
+             {"labels": [-100, 8, 9, -100]}]
+)  # fmt: skip
+def test_rows_of_token_ids(write_rows, more: dict) -> None:
+    padded = {"input_ids": [7, 8, 9, 0], **more, "attention_mask": [1, 1, 1, 0]}
+    (whole, cut), drops = _read(write_rows({"input_ids": [7, 8, 9, 0], **more}, padded))
+    assert not drops.rows
+    assert whole.tokens == ([7, 8, 9, 0], [False, True, True, False])
+    assert cut.tokens == ([7, 8, 9], [False, True, True])

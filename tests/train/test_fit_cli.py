@@ -271,7 +271,7 @@ def test_a_sequence_longer_than_the_target_allows_is_cut(
     code, out, error = run(capsys, "prepare", str(config), "--json", *settings)
     assert code == 0
     assert json.loads(out)["train"]["tokens"] == 256
-    assert "1 rows cut to 256 tokens" in error
+    assert "1 examples cut to 256 tokens" in error
 
 
 def test_other_settings_set_the_old_answers_aside_and_other_prompts_keep_them(

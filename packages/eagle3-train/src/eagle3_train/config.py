@@ -37,6 +37,7 @@ class DataConfig(Section):
     eval: list[str] = []
     max_length: Count = 2048  # tokens of one sample
     chat_template: str | None = None  # a file that replaces the tokenizer's template
+    template_arguments: dict[str, Any] = {}  # further variables of it, such as enable_thinking
     strict: bool = False  # an unusable row ends the run instead of being counted and named
 
 

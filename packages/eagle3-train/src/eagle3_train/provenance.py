@@ -15,6 +15,7 @@ from eagle3_train.display import console
 from eagle3_train.resume import write_json
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+NOT_A_FILE = "not a file"
 _PACKAGES = ("eagle3-core", "eagle3-train", "torch", "transformers", "accelerate", "safetensors")
 
 
@@ -86,7 +87,7 @@ def _hash(path: Path) -> str:
     if not path.is_file():
         if path.suffix in _SUFFIXES:
             raise UserError(f"{path}: no such file, expected conversations or prompts")
-        return "not a file"
+        return NOT_A_FILE
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -21,8 +21,10 @@ from eagle3_train.data import (
     ChatTemplate,
     Example,
     Prepared,
+    cached,
     choose_vocabulary,
     prepare,
+    prepared_from,
     show,
 )
 from eagle3_train.display import console
@@ -52,12 +54,14 @@ _FREE = ("save_every", "keep", "trackers")  # fit settings that a continued run 
 
 
 def run_prepare(config: TrainConfig) -> dict[str, Any]:
-    """Show what the data becomes; writes nothing."""
-    splits, target = _splits(config), load_target(config.target)
+    """Show what the data becomes; keeps it in OUT/prepared."""
+    splits = _splits(config)
+    check_outputs(config.out / "prepared", files=tuple(f"{s}.safetensors" for s in splits))
+    target = load_target(config.target)
     template = _template(config, target)
     result = {}
     for split, sources in splits.items():
-        prepared = _prepare(config, sources, target, template)
+        prepared = _prepare(config, split, sources, target, template)
         show(prepared, template, console)
         result[split] = {
             "examples": len(prepared.examples),
@@ -65,6 +69,7 @@ def run_prepare(config: TrainConfig) -> dict[str, Any]:
             "tokens": prepared.num_tokens,
             "supervised_fraction": prepared.supervised_fraction,
             "dropped": prepared.drops.by_reason(),
+            "sources": {name: vars(counts) for name, counts in prepared.sources.items()},
         }
     return result
 
@@ -82,6 +87,7 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
         "seed": config.seed,
         "regenerate": section.model_dump(exclude={"batch_size"}),
         "chat_template": config.data.chat_template,
+        **_template_arguments(config),
         "files": hash_files([*section.prompts, *_template_files(config)]),
     }
     finished = recorded_inputs(record) if output.exists() else None
@@ -131,7 +137,7 @@ def run_capture(config: TrainConfig) -> dict[str, Any]:
             continue
         target = target or _reader(config.target, config.capture.dtype)
         capturer = _capturer(config, target)
-        prepared = _prepare(config, sources, target, _template(config, target))
+        prepared = _prepare(config, split, sources, target, _template(config, target))
         for warning in prepared.warnings():
             console.print(warning, markup=False)
         changed = changed_inputs(recorded_inputs(record) or inputs, inputs)
@@ -296,15 +302,29 @@ def _splits(config: TrainConfig) -> dict[str, list[str]]:
 
 
 def _prepare(
-    config: TrainConfig, sources: Sequence[str], target: Target, template: ChatTemplate
+    config: TrainConfig,
+    split: str,
+    sources: Sequence[str],
+    target: Target,
+    template: ChatTemplate,
 ) -> Prepared:
     # Beyond its own limit the target's states mean nothing.
     limit = min(config.data.max_length, target.max_position_embeddings)
-    return prepare(sources, template, max_length=limit, strict=config.data.strict)
+    strict = config.data.strict
+    return cached(
+        config.out / "prepared" / f"{split}.safetensors",
+        prepared_from(sources, template, limit, strict),
+        lambda: prepare(sources, template, max_length=limit, strict=strict),
+    )
 
 
 def _template_files(config: TrainConfig) -> list[str]:
     return [config.data.chat_template] if config.data.chat_template else []
+
+
+def _template_arguments(config: TrainConfig) -> dict[str, Any]:
+    arguments = config.data.template_arguments
+    return {"template_arguments": arguments} if arguments else {}
 
 
 def _reader(name: str, dtype: Dtype) -> Target:
@@ -316,7 +336,10 @@ def _reader(name: str, dtype: Dtype) -> Target:
 
 
 def _template(config: TrainConfig, target: Target) -> ChatTemplate:
-    return ChatTemplate(target.tokenizer, config.data.chat_template, target.eos_token_ids)
+    data = config.data
+    return ChatTemplate(
+        target.tokenizer, data.chat_template, target.eos_token_ids, data.template_arguments
+    )
 
 
 def _capturer(config: TrainConfig, target: Target) -> Capturer:
@@ -334,7 +357,10 @@ def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, An
     return {
         "target": config.target,
         "capture": config.capture.model_dump(exclude={"batch_tokens", "mode"}),
-        "data": config.data.model_dump(include={"max_length", "chat_template"}),
+        "data": {
+            **config.data.model_dump(include={"max_length", "chat_template"}),
+            **_template_arguments(config),
+        },
         "files": hash_files([*sources, *_template_files(config)]),
     }
 
@@ -346,7 +372,7 @@ def _features(config: TrainConfig, split: str) -> Features:
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
         target = _reader(config.target, config.capture.dtype)
-        prepared = _prepare(config, sources, target, _template(config, target))
+        prepared = _prepare(config, split, sources, target, _template(config, target))
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)
     found = recorded_inputs(record)

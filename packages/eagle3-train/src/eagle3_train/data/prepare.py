@@ -9,7 +9,7 @@ from rich.text import Text
 
 from eagle3_core import UserError
 from eagle3_train.data.drops import Drops, Unusable
-from eagle3_train.data.mask import Example, to_example
+from eagle3_train.data.mask import Example, to_examples
 from eagle3_train.data.read import Conversation, read_conversations
 from eagle3_train.data.template import ChatTemplate
 from eagle3_train.display import display
@@ -18,35 +18,58 @@ _SUSPICIOUS = 0.95  # a supervised fraction above this means that prompts are su
 _SAMPLE_CHARACTERS = 200
 
 
-@dataclass(frozen=True)
+@dataclass
+class SourceCounts:
+    """What became of one source."""
+
+    rows: int = 0
+    dropped: int = 0
+    examples: int = 0  # more than the rows kept where a template rewrites history
+    tokens: int = 0
+    supervised: int = 0  # of the tokens
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Count what one row became."""
+        self.examples += len(examples)
+        self.tokens += sum(len(example.input_ids) for example in examples)
+        self.supervised += sum(int(example.loss_mask.sum()) for example in examples)
+
+
+@dataclass
 class Prepared:
     """Examples and their account."""
 
     examples: list[Example]
     drops: Drops
-    num_rows: int
+    sources: dict[str, SourceCounts]
     max_length: int  # tokens of an example
     cut_rows: list[str] = field(default_factory=list)  # where max_length cut something off
     cut_supervised_tokens: int = 0
     replaced_surrogates: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # about the template
+
+    @property
+    def num_rows(self) -> int:
+        """Read, whatever became of them."""
+        return sum(source.rows for source in self.sources.values())
 
     @property
     def num_tokens(self) -> int:
         """Over all examples."""
-        return sum(len(example.input_ids) for example in self.examples)
+        return sum(source.tokens for source in self.sources.values())
 
     @property
     def supervised_fraction(self) -> float:
         """Share of the tokens that the target would write itself."""
-        supervised = sum(int(example.loss_mask.sum()) for example in self.examples)
+        supervised = sum(source.supervised for source in self.sources.values())
         return supervised / max(1, self.num_tokens)
 
     def warnings(self) -> list[str]:
         """One sentence for each thing a user should know."""
-        found = self.drops.summary()
+        found = [*self.drops.summary(), *self.notes]
         if self.cut_rows:
             found.append(
-                f"{len(self.cut_rows)} rows cut to {self.max_length} tokens "
+                f"{len(self.cut_rows)} examples cut to {self.max_length} tokens "
                 f"({self.cut_rows[0]} first), {self.cut_supervised_tokens} supervised tokens lost"
             )
         if self.replaced_surrogates:
@@ -83,29 +106,60 @@ def prepare(
     Raises:
         UserError: no rows, or none of them has a supervised token.
     """
-    drops = Drops(strict)
-    rows = read_conversations(sources, drops)
-    conversations = rows.conversations
-    examples: list[Example] = []
-    cut_rows: list[str] = []
-    lost = 0
-    with display("prepare", len(conversations), progress) as bar:
-        for done, row in enumerate(conversations, 1):
+    prepared = Prepared(
+        [], Drops(strict), {s: SourceCounts() for s in sources}, max_length, notes=_notes(template)
+    )
+    rows: list[tuple[SourceCounts, Conversation]] = []
+    for source in sources:
+        before, counts = len(prepared.drops), prepared.sources[source]
+        read = read_conversations([source], prepared.drops)
+        prepared.replaced_surrogates.extend(read.replaced_surrogates)
+        rows += [(counts, conversation) for conversation in read.conversations]
+        dropped = len(prepared.drops) - before
+        counts.rows += len(read.conversations) + dropped
+        counts.dropped += dropped
+    with display("prepare", len(rows), progress) as bar:
+        for done, (counts, row) in enumerate(rows, 1):
             try:
-                example = to_example(row, template)
-                if len(example.input_ids) > max_length:
-                    cut_rows.append(row.where)
-                    lost += int(example.loss_mask[max_length:].sum())
-                    example = _truncate(example, max_length)
+                examples = _cut(to_examples(row, template), prepared)
             except Unusable as reason:
-                drops.add(row.where, str(reason))
+                prepared.drops.add(row.where, str(reason))
+                counts.dropped += 1
             else:
-                examples.append(example)
+                prepared.examples.extend(examples)
+                counts.add(examples)
             bar.update(done)
-        num_rows = len(examples) + len(drops)
-        if not examples:
-            raise UserError(_nothing(sources, num_rows, drops, conversations, template))
-    return Prepared(examples, drops, num_rows, max_length, cut_rows, lost, rows.replaced_surrogates)
+        if not prepared.examples:
+            raise UserError(_nothing(prepared, [row for _, row in rows[:1]], template))
+    return prepared
+
+
+def _cut(examples: Sequence[Example], prepared: Prepared) -> list[Example]:
+    """Examples of one row within max_length; what that costs is noted."""
+    limit, kept = prepared.max_length, []
+    for example in examples:
+        if len(example.input_ids) > limit:
+            prepared.cut_rows.append(example.where)
+            prepared.cut_supervised_tokens += int(example.loss_mask[limit:].sum())
+            example = replace(
+                example,
+                input_ids=example.input_ids[:limit],
+                loss_mask=example.loss_mask[:limit],
+            )
+        if example.loss_mask.any():
+            kept.append(example)
+    if not kept:
+        raise Unusable(f"nothing supervised within max_length, {limit} tokens")
+    return kept
+
+
+def _notes(template: ChatTemplate) -> list[str]:
+    if not template.writes_the_date:
+        return []
+    return [
+        "the chat template writes today's date into every example; "
+        "data.template_arguments can fix it (in Llama's templates as date_string)"
+    ]
 
 
 def show(prepared: Prepared, template: ChatTemplate, console: Console) -> None:
@@ -113,11 +167,14 @@ def show(prepared: Prepared, template: ChatTemplate, console: Console) -> None:
     example = prepared.examples[0]
     console.print(f"{example.where} (supervised tokens in green)")
     console.print(coloured(example, template), soft_wrap=True)
-    console.print(
-        f"{len(prepared.examples)} of {prepared.num_rows} rows, {prepared.num_tokens} tokens, "
-        f"{prepared.supervised_fraction:.1%} supervised",
-        highlight=False,
-    )
+    for source, counts in prepared.sources.items():
+        console.print(_account(source, counts), highlight=False, markup=False)
+    if len(prepared.sources) > 1:
+        console.print(
+            f"together: {prepared.num_rows} rows, {len(prepared.examples)} examples, "
+            f"{prepared.num_tokens} tokens, {prepared.supervised_fraction:.1%} supervised",
+            highlight=False,
+        )
     for warning in prepared.warnings():
         console.print(Text(warning, style="yellow"))
 
@@ -135,30 +192,28 @@ def coloured(example: Example, template: ChatTemplate) -> Text:
     return text
 
 
-def _truncate(example: Example, max_length: int) -> Example:
-    mask = example.loss_mask[:max_length]
-    if not mask.any():
-        raise Unusable(f"nothing supervised within max_length, {max_length} tokens")
-    return replace(example, input_ids=example.input_ids[:max_length], loss_mask=mask)
+def _account(source: str, counts: SourceCounts) -> str:
+    dropped = f", {counts.dropped} dropped" if counts.dropped else ""
+    return (
+        f"{source}: {counts.rows} rows{dropped}, {counts.examples} examples, "
+        f"{counts.tokens} tokens, {counts.supervised / max(1, counts.tokens):.1%} supervised"
+    )
 
 
-def _nothing(
-    sources: Sequence[str],
-    num_rows: int,
-    drops: Drops,
-    conversations: Sequence[Conversation],
-    template: ChatTemplate,
-) -> str:
-    files = ", ".join(str(Path(source)) for source in sources)
-    if not num_rows:
+def _nothing(prepared: Prepared, shown: Sequence[Conversation], template: ChatTemplate) -> str:
+    files = ", ".join(str(Path(source)) for source in prepared.sources)
+    if not prepared.num_rows:
         return f"{files}: holds no rows, expected conversations"
-    reasons = "; ".join(drops.summary())
-    shown = f"; a sample: {_sample(conversations[0], template)!r}" if conversations else ""
-    return f"{files}: supervised fraction 0 of {num_rows} rows: {reasons}{shown}"
+    reasons = "; ".join(prepared.drops.summary())
+    sample = f"; a sample: {_sample(shown[0], template)!r}" if shown else ""
+    return f"{files}: supervised fraction 0 of {prepared.num_rows} rows: {reasons}{sample}"
 
 
 def _sample(row: Conversation, template: ChatTemplate) -> str:
     """What the tokenizer makes of a row, or the row itself where the template refuses it."""
+    if row.tokens is not None:
+        known = [i for i in row.tokens[0] if 0 <= i < len(template.tokenizer)]
+        return template.decode(known)[:_SAMPLE_CHARACTERS]
     try:
         text = row.text if row.text is not None else template.render(row.messages, tools=row.tools)
     except Unusable:

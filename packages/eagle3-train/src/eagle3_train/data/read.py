@@ -28,16 +28,18 @@ ROLES = {
     "tool_response": "tool",
 }
 _FILES = (".jsonl", ".json", ".parquet")
+_UNLABELLED = -100
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: `messages`, or `text` that a template has already been applied to."""
+    """One row: `messages`, `text` that a template has already been applied to, or `tokens`."""
 
     where: str  # file:line
     messages: tuple[Message, ...] = ()  # role is system, user, assistant or tool; content a string
     text: str | None = None
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and whether each is supervised
     tools: tuple[Any, ...] = ()
     id: Any = None  # as the row gave it
     finish_reason: str | None = None  # "length": the last answer was cut, it has no end-of-turn
@@ -78,8 +80,9 @@ def read_conversations(sources: Sequence[str], drops: Drops) -> Rows:
 def to_conversation(where: str, row: Any) -> Conversation:
     """Normalise one parsed row.
 
-    Known keys: `messages` (role, content), `conversations` (from, value), `text` (rendered), or
-    `prompt` (one user turn); optionally `id`, `tools`, `finish_reason`.
+    Known keys: `messages` (role, content), `conversations` (from, value), `text` (rendered),
+    `input_ids` with `loss_mask` or `labels`, or `prompt` (one user turn); optionally `id`, `tools`,
+    `finish_reason`.
 
     Raises:
         Unusable: with the reason.
@@ -96,12 +99,54 @@ def to_conversation(where: str, row: Any) -> Conversation:
             if not isinstance(turns, list) or not turns:
                 raise Unusable(f"{key} is not a list of turns")
             return Conversation(messages=tuple(map(_message, turns)), tools=tools, **common)
+    if row.get("input_ids") is not None:
+        return Conversation(tokens=_tokens(row), **common)
     if isinstance(row.get("text"), str):
         return Conversation(text=row["text"], **common)
     if isinstance(row.get("prompt"), str):
         prompt = {"role": "user", "content": row["prompt"]}
         return Conversation(messages=(prompt,), tools=tools, **common)
-    raise Unusable("none of messages, conversations, text, prompt")
+    raise Unusable("none of messages, conversations, input_ids, text, prompt")
+
+
+def _tokens(row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """Ids with their mask, without padding.
+
+    `labels` are those of transformers: not shifted, the token's own id or -100.
+    """
+    ids = _integers(row, "input_ids", None)
+    if row.get("loss_mask") is not None:
+        mask = _integers(row, "loss_mask", len(ids))
+        if at := [i for i, flag in enumerate(mask) if flag not in (0, 1)]:
+            raise Unusable(f"loss_mask[{at[0]}] is {mask[at[0]]}, expected 0 or 1")
+    elif row.get("labels") is not None:
+        labels = _integers(row, "labels", len(ids))
+        for i, label in enumerate(labels):
+            if label not in (_UNLABELLED, ids[i]):
+                raise Unusable(
+                    f"labels[{i}] is {label}, expected {_UNLABELLED} or input_ids[{i}], {ids[i]} "
+                    "(labels are not shifted)"
+                )
+        mask = [label != _UNLABELLED for label in labels]
+    else:
+        raise Unusable("input_ids without loss_mask or labels, which say what is supervised")
+    seen = [1] * len(ids)
+    if row.get("attention_mask") is not None:
+        seen = _integers(row, "attention_mask", len(ids))
+    kept = [i for i, flag in enumerate(seen) if flag]
+    return [ids[i] for i in kept], [bool(mask[i]) for i in kept]
+
+
+def _integers(row: dict[str, Any], name: str, length: int | None) -> list[int]:
+    values = row[name]
+    if not isinstance(values, list) or not values:
+        raise Unusable(f"{name} is not a list of integers")
+    for i, value in enumerate(values):
+        if not isinstance(value, int):  # true and false are integers
+            raise Unusable(f"{name}[{i}] is {value!r}, expected an integer")
+    if length is not None and len(values) != length:
+        raise Unusable(f"{name} has {len(values)} entries, input_ids has {length}")
+    return values
 
 
 def _message(turn: Any) -> Message:

@@ -1,7 +1,8 @@
 """The target's chat template: rendering, and what it says about where answers begin and end."""
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from eagle3_train.data.drops import Unusable
 from eagle3_train.data.read import Message
 
 _MARKER = re.compile(r"\{%-?\s*generation\b")
+_DATE = re.compile(r"strftime_now\(\s*[\"'](.+?)[\"']")
 _ANSWER = "PROBEANSWER"
 _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "PROBEQUESTION"},
@@ -49,9 +51,11 @@ class ChatTemplate:
         tokenizer: of the target.
         file: a Jinja file that replaces the tokenizer's template.
         eos_token_ids: ids that end an answer even where the tokenizer does not call them special.
+        arguments: further variables of the template, such as `enable_thinking`.
 
     Raises:
-        UserError: no template, or not a fast tokenizer (masks need character offsets).
+        UserError: no template, an argument it does not know, or not a fast tokenizer (masks need
+            character offsets).
     """
 
     def __init__(
@@ -59,9 +63,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         file: str | Path | None = None,
         eos_token_ids: Sequence[int] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.ending_ids = frozenset(eos_token_ids) | frozenset(tokenizer.all_special_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.arguments = dict(arguments or {})
+        self.ending_ids = self.eos_token_ids | frozenset(tokenizer.all_special_ids)
         self._override = _read_template(file) if file is not None else None
         name = tokenizer.name_or_path
         if not tokenizer.is_fast:
@@ -71,6 +78,12 @@ class ChatTemplate:
                 f"tokenizer of {name}: has no chat template; "
                 "name a Jinja file in data.chat_template"
             )
+        for argument in self.arguments:
+            if not re.search(rf"\b{re.escape(argument)}\b", self.source):
+                raise UserError(
+                    f"data.template_arguments: the chat template of {name} has no {argument!r}; "
+                    "correct the name or leave it out"
+                )
 
     @property
     def source(self) -> str:
@@ -78,9 +91,21 @@ class ChatTemplate:
         return self.tokenizer.get_chat_template(self._override)
 
     @property
+    def tokenizer_json(self) -> str:
+        """All that decides how text becomes tokens."""
+        backend: Any = self.tokenizer.backend_tokenizer  # transformers annotates it too widely
+        return backend.to_str()
+
+    @property
     def marks_answers(self) -> bool:
         """Whether the template says itself what the assistant writes: `{% generation %}`."""
         return _MARKER.search(self.source) is not None
+
+    @cached_property
+    def writes_the_date(self) -> bool:
+        """Whether the same rows become other tokens tomorrow."""
+        formats = _DATE.findall(self.source)
+        return any(time.strftime(form) in self._answered_probe for form in formats)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] = (), open_answer: bool = False
@@ -169,7 +194,11 @@ class ChatTemplate:
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, chat_template=self._override, **options
+                list(messages),
+                tools=list(tools) or None,
+                chat_template=self._override,
+                **self.arguments,
+                **options,
             )
         except Exception as error:  # templates raise what they like
             reason = (str(error).splitlines() or [type(error).__name__])[0]
