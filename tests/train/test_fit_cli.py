@@ -257,7 +257,7 @@ def test_nothing_to_learn_is_refused(
     code, _, error = run(capsys, "fit", str(config), *settings, "eval.every=null")
     assert code == 2
     assert "not one of 1 samples has a token to learn" in error
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
 
 
 def test_a_sequence_longer_than_the_target_allows_is_cut(
