@@ -1,12 +1,14 @@
 """The sampling laws emit exactly the target's distribution: counted, not sampled.
 
-All probabilities are quarters. Every breakpoint of every coin is then a multiple of 1/12 (a ratio
+Probabilities are quarters. Every breakpoint of every coin is then a multiple of 1/12 (a ratio
 p/q of quarters, or a partial sum of a residual that sums to 1/4, 2/4, 3/4 or 1), so a law is
 constant on the 12 cells of [0, 1) and evaluating it at their midpoints integrates it exactly:
 sums of integers, compared for equality. `test_laws_are_constant_on_each_cell` checks that premise.
+Block verification has breakpoints of its own, so its cells are cut where its formulas say.
 """
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from torch import Tensor
 from eagle3_core.accept import (
     ChainAccept,
     TreeAccept,
+    block_chain,
     deterministic_chain,
     deterministic_tree,
     inverse_cdf,
@@ -38,15 +41,16 @@ class Table:
 
     size: int
     seed: int
+    parts: int = 4  # of which all probabilities are multiples
     copies: "Table | None" = None  # of a target: a row is taken from it half of the time
 
     def row(self, context: Context, width: int | None = None) -> list[Fraction]:
         rng = random.Random(f"{self.seed}{context}")
         if self.copies is not None and rng.random() < 0.5:
             return self.copies.row(context)
-        cuts = sorted(rng.randint(0, 4) for _ in range(self.size - 1))
-        edges = [0, *cuts, 4]
-        row = [Fraction(b - a, 4) for a, b in itertools.pairwise(edges)]
+        cuts = sorted(rng.randint(0, self.parts) for _ in range(self.size - 1))
+        edges = [0, *cuts, self.parts]
+        row = [Fraction(b - a, self.parts) for a, b in itertools.pairwise(edges)]
         rng.shuffle(row)
         return row
 
@@ -65,6 +69,8 @@ class Table:
 
 def coin_grid(columns: int, cells: int = CELLS) -> Tensor:
     """[cells^columns, columns]: every combination of midpoints, in fp64."""
+    if not columns:
+        return torch.zeros(1, 0, dtype=torch.float64)
     midpoints = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
     return torch.cartesian_prod(*[midpoints] * columns).reshape(-1, columns)
 
@@ -157,6 +163,156 @@ def test_finer_cells_change_nothing() -> None:
     assert fine == target.law(3)
 
 
+PARTS = 10  # block verification has breakpoints of its own anyway; fewer zeros than quarters have
+
+
+def block_passes(
+    target: Table, draft: Table, image: list[int], ids: Context
+) -> tuple[list[Fraction], list[list[Fraction]]]:
+    """Block verification by its formulas: where each coin stops passing, and each residual."""
+    ratio, passes, residuals = Fraction(1), [], []
+    for i in range(len(ids) + 1):
+        tokens = tuple(image[j] for j in ids[:i])
+        p, q = target.row(tokens), [Fraction(0)] * target.size
+        for j, share in zip(image, draft.row(tokens), strict=True):
+            q[j] = share if i < len(ids) else q[j]
+        residuals.append([max(ratio * a - b, Fraction(0)) for a, b in zip(p, q, strict=True)])
+        mass = sum(residuals[-1])
+        passes.append(ratio if i == len(ids) else mass / (mass + 1 - ratio) if mass else mass)
+        if i < len(ids):
+            ratio = min(Fraction(1), ratio * p[image[ids[i]]] / draft.row(tokens)[ids[i]])
+    return passes[1:], residuals
+
+
+def cells(
+    edges: list[list[Fraction]], inside: Fraction = Fraction(1, 2)
+) -> tuple[Tensor, list[Fraction]]:
+    """A point of every box between the edges of each coin, its midpoint, and the boxes' volumes."""
+    sides = [list(itertools.pairwise(sorted({Fraction(0), Fraction(1), *own}))) for own in edges]
+    boxes = list(itertools.product(*sides))
+    volumes = [math.prod((b - a for a, b in box), start=Fraction(1)) for box in boxes]
+    points = [[float(a + (b - a) * inside) for a, b in box] for box in boxes]
+    return torch.tensor(points, dtype=torch.float64), volumes
+
+
+def block_law(
+    target: Table, draft: Table, image: list[int], depth: int, chain: SampledChain
+) -> tuple[Law, Fraction]:
+    """As `sampled_chain_law`, over the cells of block verification; and the drafts it keeps."""
+    d2t = torch.tensor(image) - torch.arange(len(image))
+    parts: Law = defaultdict(Fraction)
+    kept = Fraction(0)
+    for ids in itertools.product(range(draft.size), repeat=depth):
+        tokens = tuple(image[i] for i in ids)
+        q = [draft.row(tokens[:k]) for k in range(depth)]
+        weight = math.prod((row[i] for row, i in zip(q, ids, strict=True)), start=Fraction(1))
+        if not weight:
+            continue
+        passes, residuals = block_passes(target, draft, image, ids)
+        final = [
+            edge / total
+            for residual in residuals
+            if (total := sum(residual))
+            for edge in itertools.accumulate(residual)
+        ]
+        coins, volumes = cells([*([edge] for edge in passes), final])
+        p = tensor([target.row(tokens[:k]) for k in range(depth + 1)])
+        accepted = chain(
+            torch.tensor(ids).expand(len(coins), -1),
+            tensor(q).expand(len(coins), -1, -1),
+            p.expand(len(coins), -1, -1),
+            coins[:, :-1],
+            coins[:, -1],
+            d2t=d2t,
+        )
+        rows = zip(accepted.num_accepted.tolist(), accepted.bonus.tolist(), volumes, strict=True)
+        for n, bonus, volume in rows:
+            parts[(*tokens[:n], bonus)] += weight * volume
+            kept += weight * volume * n
+    return completed(target, parts, depth + 1), kept
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("size", "image"), IMAGES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_block_chain_is_exact(depth: int, size: int, image: list[int], seed: int) -> None:
+    target = Table(size, seed, PARTS)
+    draft = Table(len(image), seed + 100, PARTS, copies=target if len(image) == size else None)
+    law, kept = block_law(target, draft, image, depth, block_chain)
+    assert law == target.law(depth + 1)
+    assert kept >= kept_token_by_token(target, draft, image, depth)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_block_chain_of_three_is_exact_and_keeps_more(seed: int) -> None:
+    target, draft = Table(4, seed, PARTS), Table(3, seed + 100, PARTS)
+    law, kept = block_law(target, draft, [0, 1, 3], 3, block_chain)
+    assert law == target.law(4)
+    assert kept > kept_token_by_token(target, draft, [0, 1, 3], 3) > 0
+
+
+def kept_token_by_token(target: Table, draft: Table, image: list[int], depth: int) -> Fraction:
+    """Expected drafts that `sampled_chain` keeps: the product of min(1, p/q), summed up."""
+    kept, alive = Fraction(0), {(): Fraction(1)}
+    for _ in range(depth):
+        alive = {
+            (*tokens, image[j]): share * min(a, target.row(tokens)[image[j]])
+            for tokens, share in alive.items()
+            for j, a in enumerate(draft.row(tokens))
+        }
+        kept += sum(alive.values())
+    return kept
+
+
+@pytest.mark.parametrize("change", ["draft law", "vocabulary", "residual", "coin"])
+def test_wrong_block_laws_are_caught(change: str) -> None:
+    def wrong(
+        ids: Tensor, q: Tensor, p: Tensor, coins: Tensor, final: Tensor, d2t: Tensor
+    ) -> ChainAccept:
+        if change == "draft law":
+            return block_chain(ids, torch.full_like(q, 1 / q.shape[2]), p, coins, final, d2t=d2t)
+        if change == "vocabulary":
+            return block_chain(ids, q, p, coins, final, d2t=torch.zeros_like(d2t))
+        if change == "coin":
+            return block_chain(ids, q, p, coins[:, :1].expand_as(coins), final, d2t=d2t)
+        right = block_chain(ids, q, p, coins, final, d2t=d2t)
+        row = p[torch.arange(len(p)), right.num_accepted]
+        return right._replace(bonus=inverse_cdf(row, final))
+
+    tables = [(Table(4, s, PARTS), Table(2, s + 100, PARTS)) for s in range(8)]
+    caught = [block_law(t, d, [1, 3], 2, wrong)[0] != t.law(3) for t, d in tables]
+    assert sum(caught) >= 4  # of 8
+
+
+def test_block_law_is_constant_on_its_cells() -> None:
+    """The formulas of the test know every breakpoint: just inside a cell's ends nothing changes."""
+    tried = 0
+    for seed in range(6):
+        target, draft = Table(4, seed, PARTS), Table(3, seed + 100, PARTS)
+        image = [0, 1, 3]
+        for ids in itertools.product(range(3), repeat=2):
+            tokens = tuple(image[i] for i in ids)
+            q = [draft.row(tokens[:k]) for k in range(2)]
+            if not all(row[i] for row, i in zip(q, ids, strict=True)):
+                continue
+            passes, residuals = block_passes(target, draft, image, ids)
+            shares = [[x / sum(r) for x in r] for r in residuals if sum(r)]
+            edges = [*([e] for e in passes), [e for r in shares for e in itertools.accumulate(r)]]
+            p = tensor([target.row(tokens[:k]) for k in range(3)])
+            ends = []
+            for inside in (Fraction(1, 10**9), Fraction(1, 2), 1 - Fraction(1, 10**9)):
+                coins, _ = cells(edges, inside)
+                rows = [x.expand(len(coins), -1, -1) for x in (tensor(q), p)]
+                drafts = torch.tensor(ids).expand(len(coins), -1)
+                d2t = torch.tensor(image) - torch.arange(3)
+                ends.append(block_chain(drafts, *rows, coins[:, :2], coins[:, 2], d2t=d2t))
+            for end in ends[1:]:
+                assert torch.equal(end.num_accepted, ends[0].num_accepted)
+                assert torch.equal(end.bonus, ends[0].bonus)
+            tried += len(ends[0].bonus)
+    assert tried > 300
+
+
 def wrong_no_subtraction(
     draft_ids: Tensor, q: Tensor, p: Tensor, coins: Tensor, final: Tensor, d2t: Tensor
 ) -> ChainAccept:
@@ -241,12 +397,15 @@ def tree_law(
     target: Table,
     parents: tuple[int, ...],
     tokens: list[int],
-    length: int,
     walk: Callable[..., TreeAccept] = deterministic_tree,
 ) -> Law:
-    """Node coins have breakpoints at quarters only; the final one keeps its twelve cells."""
-    nodes = len(parents)
-    node_coins = coin_grid(nodes, 4)
+    """Coins of inner nodes have breakpoints at quarters only; the final one keeps its cells.
+
+    A leaf's coin is never spent, so any will do.
+    """
+    inner = sorted(set(parents[1:]))
+    node_coins = torch.full((4 ** len(inner), len(parents)), 0.5, dtype=torch.float64)
+    node_coins[:, inner] = coin_grid(len(inner), 4)
     final = coin_grid(1)[:, 0]
     coins = node_coins.repeat_interleave(CELLS, 0)
     batch = len(coins)
@@ -264,20 +423,42 @@ def tree_law(
     parts: Law = defaultdict(Fraction)
     for (node, bonus), count in zip(codes.tolist(), counts.tolist(), strict=True):
         parts[(*where[node], bonus)] += Fraction(count, batch)
-    return completed(target, parts, length)
+    return parts
 
 
-SMALL_TREES = [tree for n in range(1, 6) for tree in trees(n)]
+def ways_out(target: Table, parents: tuple[int, ...], tokens: list[int]) -> Law:
+    """What the target itself says about the texts that leave the tree: a path, then no child of it.
+
+    No such text is the beginning of another, and every text has one of them as its beginning, so a
+    law over them is the target's iff each has the target's own probability.
+    """
+    where = contexts(parents, tokens)
+    law: Law = {}
+    for context in where:
+        share = math.prod(
+            (target.row(context[:i])[t] for i, t in enumerate(context)), start=Fraction(1)
+        )
+        for token, own in enumerate(target.row(context)):
+            if (*context, token) not in where and share * own:
+                law[*context, token] = share * own
+    assert sum(law.values()) == 1
+    return law
 
 
-@pytest.mark.parametrize("parents", SMALL_TREES, ids=lambda t: "".join(map(str, t[1:])) or "root")
-def test_tree_is_exact(parents: tuple[int, ...]) -> None:
-    """All 34 trees of up to 5 nodes; the parent array in the test's name."""
-    rng = random.Random(str(parents))
-    for seed in range(3):
-        target = Table(4, seed)
-        tokens = label(parents, 4, rng)
-        assert tree_law(target, parents, tokens, 5) == target.law(5), tokens
+@pytest.mark.parametrize("nodes", range(1, 7))
+def test_trees_are_exact(nodes: int) -> None:
+    """All 154 trees of up to 6 nodes, over every vocabulary of up to 6 that has enough siblings."""
+    tried = 0
+    for parents in trees(nodes):
+        rng = random.Random(str(parents))
+        siblings = max(parents.count(i) for i in range(nodes))
+        for size in range(max(2, siblings), 7):
+            target = Table(size, rng.randrange(100))
+            tokens = label(parents, size, rng)
+            law = tree_law(target, parents, tokens)
+            assert law == ways_out(target, parents, tokens), (parents, tokens)
+            tried += 1
+    assert tried == {1: 5, 2: 5, 3: 10, 4: 29, 5: 111, 6: 528}[nodes]
 
 
 def wrong_children_kept(
@@ -299,8 +480,10 @@ def wrong_shared_tree_coin(
 @pytest.mark.parametrize("walk", [wrong_children_kept, wrong_shared_tree_coin])
 def test_wrong_tree_laws_are_caught(walk: Callable[..., TreeAccept]) -> None:
     parents, tokens = (-1, 0, 0, 1, 1), [0, 1, 2, 0, 3]
+    tables = [Table(4, s) for s in range(8)]
     caught = [
-        tree_law(Table(4, s), parents, tokens, 3, walk) != Table(4, s).law(3) for s in range(8)
+        tree_law(table, parents, tokens, walk) != ways_out(table, parents, tokens)
+        for table in tables
     ]
     assert sum(caught) >= 4  # of 8: one-hot rows leave nothing to get wrong
 
