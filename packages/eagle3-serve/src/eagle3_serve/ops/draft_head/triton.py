@@ -156,7 +156,7 @@ def draft_head(
         BLOCK_R=block_r,
         BLOCK_D=block_d,
         BLOCK_H=128,
-        num_warps=4,
+        num_warps=8,
         num_stages=4,
     )
     merge_kernel[(rows,)](

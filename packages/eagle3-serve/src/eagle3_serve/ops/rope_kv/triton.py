@@ -59,12 +59,12 @@ def rope_kv_kernel(
     tl.store(goal + columns, rounded(new_low, dtype), mask=write)
     tl.store(goal + HALF + columns, rounded(new_high, dtype), mask=write)
     if not is_query:
-        source = v_ptr + row * v_stride + kv_head * size
-        goal = values_ptr + kv_head * head_stride + slot * slot_stride
-        low = tl.load(source + columns, mask=inside, other=0.0)
-        high = tl.load(source + HALF + columns, mask=inside, other=0.0)
-        tl.store(goal + columns, low, mask=write)
-        tl.store(goal + HALF + columns, high, mask=write)
+        value_source = v_ptr + row * v_stride + kv_head * size
+        value_goal = values_ptr + kv_head * head_stride + slot * slot_stride
+        value_low = tl.load(value_source + columns, mask=inside, other=0.0)
+        value_high = tl.load(value_source + HALF + columns, mask=inside, other=0.0)
+        tl.store(value_goal + columns, value_low, mask=write)
+        tl.store(value_goal + HALF + columns, value_high, mask=write)
 
 
 def rope_kv(
