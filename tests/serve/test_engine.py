@@ -9,7 +9,7 @@ import torch
 from eagle3_core import UserError, load_draft
 from eagle3_core.target import load_target
 from eagle3_serve.config import EngineConfig
-from eagle3_serve.engine import Engine
+from eagle3_serve.engine import Engine, QueueFullError
 from eagle3_serve.generate import generate
 from eagle3_serve.sampling import SamplingParams
 
@@ -97,25 +97,112 @@ def test_refuses_foreign_tokens_and_ids_in_use(target: Any, draft: Any) -> None:
         engine.add([97], _params(), "a")
 
 
-def test_memory_bounds_the_batch_and_comes_back(target: Any, draft: Any) -> None:
-    # Room for two requests of 21 positions: four layers and one, two heads of 16, fp32, twice.
-    engine = _engine(target, draft, 3, max_model_len=30, kv_cache_gib=45 * 1280 / 2**30)
-    free = engine.num_free_slots
+def test_memory_that_runs_out_delays_and_comes_back(
+    chain_pair: Any, target: Any, draft: Any
+) -> None:
+    # Room for 45 positions: four layers and one, two heads of 16, fp32, twice.
+    limits = {"max_model_len": 30, "kv_cache_gib": 45 * 1280 / 2**30, "page_size": 1}
+    engine = _engine(target, draft, 3, **limits)
+    free = engine.num_free_pages
     assert free == 45
     ids = [engine.add([97 + i], _params(ignore_eos=True)) for i in range(5)]
-    assert len(engine.step()) == 2
+    assert len(engine.step()) == 5  # nobody waits for what may never be needed
     engine.abort(ids[0])
     engine.abort(ids[4])
     engine.abort("never seen")
-    seen = {output.request_id for _ in range(60) for output in engine.step()}
-    assert seen == set(ids[1:4])
+    tokens = {i: [] for i in ids[1:4]}
+    most = 0
+    for _ in range(100):
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+        most = max(most, engine.num_waiting)
+    assert most > 0, "three times 21 positions do not fit into 45: somebody had to give way"
     assert not engine.has_work
-    assert engine.num_free_slots == free
+    assert engine.num_free_pages == free
+    for i in range(1, 4):
+        first, *rest = tokens[ids[i]]
+        assert [first, *rest] == chain_pair.greedy(97 + i, 20)[-len(rest) - 1 :]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_known_beginning_is_not_run_again(
+    chain_pair: Any, target: Any, draft: Any, k: int
+) -> None:
+    engine = _engine(target, draft, k, page_size=4)
+    prompt = list(b"abcdefghij")
+    cached = []
+    for tokens in (prompt, prompt, [*prompt[:9], 120], prompt[:8], [*b"abcdefghijk"] * 2):
+        engine.add(tokens, _params(max_tokens=6))
+        outputs = [output for _ in range(8) for output in engine.step()]
+        text = [token for output in outputs for token in output.token_ids]
+        assert text == chain_pair.greedy(tokens[-1], 6)
+        cached.append(outputs[-1].num_cached_tokens)
+    # The fourth prompt ends with a page: its last token runs. The fifth meets "k" at 10, where the
+    # answers to the first two went on, and shares with them all that both have.
+    assert cached == [0, 8, 8, 7, 8]
+    assert engine.stats.num_cached_tokens == sum(cached)
+    answer = chain_pair.greedy(prompt[-1], 6)
+    engine.add([*prompt, *answer, 65], _params(max_tokens=2))
+    assert engine.step()[0].num_cached_tokens == 12, "answers are remembered too"
+
+
+def test_a_long_prompt_lets_others_decode(chain_pair: Any, target: Any, draft: Any) -> None:
+    engine = _engine(target, draft, 1, max_num_batched_tokens=10)
+    engine.add([97], _params(max_tokens=30))
+    engine.step()
+    engine.add([*b"x" * 59, 65], _params(max_tokens=4), "long")
+    # Two rows of the ten are the decoding request's; 60 tokens are eight pieces.
+    rounds = [engine.step() for _ in range(8)]
+    assert [len(outputs) for outputs in rounds] == [1] * 7 + [2]
+    assert all(outputs[0].token_ids for outputs in rounds)
+    assert rounds[-1][1].token_ids == chain_pair.greedy(65, 1)
+
+
+def test_a_target_that_computes_nonsense_fails_one_request(pairs: Any) -> None:
+    target = pairs.target()
+    with torch.no_grad():
+        target.model.get_input_embeddings().weight[5] = torch.nan
+    engine = _engine(target, None, 0, page_size=2)
+    for tokens, name in (([1, 2, 5, 3], "bad"), ([1, 2, 4], "good")):
+        engine.add(tokens, _params(max_tokens=3), name)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert [o.error for o in outputs if o.request_id == "bad"] == [
+        "the target's logits are not finite; its weights or dtype do not fit"
+    ]
+    good = [t for o in outputs if o.request_id == "good" for t in o.token_ids]
+    assert good == pairs.greedy(target, [1, 2, 4], 3)
+    assert not engine.has_work
+
+
+def test_requests_time_out_and_queues_are_bounded(target: Any, draft: Any) -> None:
+    engine = _engine(target, draft, 2, request_timeout_s=1e-9)
+    engine.add([97], _params(), "late")
+    (output,) = engine.step()
+    assert (output.finish_reason, output.error) == ("abort", "took longer than 1e-09 s")
+    assert not engine.has_work
+    engine = _engine(target, draft, 2, max_batch_size=2, max_queue_size=3)
+    for i in range(5):
+        engine.add([97 + i], _params())
+    with pytest.raises(QueueFullError, match="5 requests are waiting"):
+        engine.add([97], _params())
+    engine.step()
+    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+        engine.add([97], _params())
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_leaked_page_is_noticed(target: Any, draft: Any) -> None:
+    engine = _engine(target, draft, 2)
+    engine._pool.take()
+    engine.add([97], _params(max_tokens=1))
+    with pytest.raises(RuntimeError, match="1 pages are held although there is no request"):
+        engine.step()
 
 
 def test_refuses_a_context_that_does_not_fit(target: Any, draft: Any) -> None:
-    with pytest.raises(UserError, match="kv_cache_gib is 1e-05, room for 8 tokens"):
-        _engine(target, draft, 3, max_model_len=30, kv_cache_gib=1e-5)
+    with pytest.raises(UserError, match="kv_cache_gib is 1e-05, room for 5 tokens"):
+        _engine(target, draft, 3, max_model_len=30, kv_cache_gib=1e-5, page_size=1)
     with pytest.raises(UserError, match=r"max_model_len is 257, but the target .* 256"):
         _engine(target, draft, 3, max_model_len=257)
 

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from eagle3_core import UserError
@@ -39,6 +40,8 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 39,
 }
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GEMMA = {"query_pre_attn_scalar": 8}
 
 
 def _target(pairs: Any, config: PreTrainedConfig) -> Target:
@@ -53,8 +56,11 @@ def _target(pairs: Any, config: PreTrainedConfig) -> Target:
         Qwen2Config(**SIZES),
         Qwen3Config(**SIZES),
         MistralConfig(**SIZES, sliding_window=5),
-        Gemma3TextConfig(**SIZES, sliding_window=4, query_pre_attn_scalar=8),
+        Gemma3TextConfig(**SIZES, sliding_window=4, **GEMMA),
         MixtralConfig(**SIZES, **MOE),
+        Qwen3MoeConfig(**SIZES, **QWEN_MOE),
+        Gemma2Config(**SIZES, sliding_window=4, attn_logit_softcapping=2.0, **GEMMA),
+        GptOssConfig(**SIZES, **MOE, sliding_window=4),
     ],
     ids=lambda config: config.model_type,
 )
@@ -72,15 +78,19 @@ def test_equals_the_models_own_code(pairs: Any, config: PreTrainedConfig) -> Non
         assert [output.token_ids for output in outputs] == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (GptOssConfig(**SIZES, **MOE), "s_aux"),
-        (Gemma2Config(**SIZES), "softcap"),
-        (FalconMambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2), "FalconMamba"),
-    ],
-    ids=["sinks", "softcap", "recurrent"],
-)
-def test_refuses_at_start(pairs: Any, config: PreTrainedConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_refuses_layers_without_attention_at_start(pairs: Any) -> None:
+    config = FalconMambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(UserError, match="FalconMamba"):
         Engine(_target(pairs, config), None, EngineConfig())
+
+
+def test_refuses_attention_it_does_not_have(pairs: Any) -> None:
+    target = pairs.target()
+    attend = target.model.model.layers[2].self_attn.forward
+
+    def biased(*args: Any, **kwargs: Any) -> Any:
+        return attend(*args, **kwargs, alibi=torch.ones(1))
+
+    target.model.model.layers[2].self_attn.forward = biased
+    with pytest.raises(UserError, match="needs 'alibi', which this engine does not have"):
+        Engine(target, None, EngineConfig())

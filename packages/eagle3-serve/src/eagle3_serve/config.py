@@ -17,13 +17,23 @@ class EngineConfig:
     max_batch_size: int = 8  # requests in one round; the others wait
     max_model_len: int | None = None  # prompt and answer together; None = what the target can do
     kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
+    page_size: int = 16  # tokens; the unit in which memory is given out and prefixes are shared
+    max_num_batched_tokens: int = 512  # of a round; what decoding leaves of it goes to prompts
+    max_queue_size: int | None = None  # requests that may wait; None = any number
+    request_timeout_s: float | None = None  # from its arrival on; None = never
 
     def __post_init__(self) -> None:
         """Check every range."""
         _require("num_speculative_tokens", self.num_speculative_tokens, 0)
         _require("max_batch_size", self.max_batch_size, 1)
-        if self.max_model_len is not None:
-            _require("max_model_len", self.max_model_len, 2)
+        _require("page_size", self.page_size, 1)
+        _require("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        for name, least in (("max_model_len", 2), ("max_queue_size", 0)):
+            if getattr(self, name) is not None:
+                _require(name, getattr(self, name), least)
+        timeout = self.request_timeout_s
+        if timeout is not None and not timeout > 0:
+            raise UserError(f"request_timeout_s is {timeout!r}, expected a number above 0")
         if not self.kv_cache_gib > 0:
             raise UserError(f"kv_cache_gib is {self.kv_cache_gib!r}, expected a number above 0")
 

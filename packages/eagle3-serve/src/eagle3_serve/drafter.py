@@ -47,7 +47,7 @@ class Drafter:
         pack_draft(draft)
         self.draft = draft
         self._device = weight.device
-        self._store = KVStore(
+        self.store = KVStore(
             config.num_hidden_layers,
             config.num_key_value_heads,
             config.head_dim,
@@ -78,7 +78,7 @@ class Drafter:
         return chains
 
     def extend(self, requests: Sequence[Request], aux: Tensor, counts: Sequence[int]) -> None:
-        """Fill the slots of newly verified tokens, and propose the next one of each request.
+        """Fill the slots of newly verified tokens, and propose the next one of who decodes.
 
         Args:
             requests: their `tokens` and `num_held` as after the round.
@@ -92,18 +92,23 @@ class Drafter:
             first += count
         states = self.draft.project(pad_rows(aux)[None])[0, : len(aux)]
         hidden = self._run(torch.tensor(tokens, device=self._device), states, segments)
-        last = hidden[[s.first_row + s.num_rows - 1 for s in segments]]
-        chosen = self._choose(last, requests, [len(r.tokens) for r in requests])
-        for request, token, state in zip(requests, chosen, self.draft.feedback(last), strict=True):
+        # Neither a piece of a prompt nor what has ended, or ends with its next token, needs drafts.
+        live = [i for i, r in enumerate(requests) if r.needs_draft]
+        if not live:
+            return
+        last = hidden[[segments[i].first_row + segments[i].num_rows - 1 for i in live]]
+        asked = [requests[i] for i in live]
+        chosen = self._choose(last, asked, [len(r.tokens) for r in asked])
+        for request, token, state in zip(asked, chosen, self.draft.feedback(last), strict=True):
             request.first_draft, request.feedback = token, state
 
     def _segment(self, row: int, request: Request, count: int, offset: int) -> Segment:
-        return Segment(row, count, request.slot, request.num_held + offset, self._device)
+        return Segment(row, count, request.table, request.num_held + offset, self._device)
 
     def _run(self, tokens: Tensor, states: Tensor, segments: Sequence[Segment]) -> Tensor:
         """tokens [R], states [R,H] -> [R,H], before the final norm."""
         positions = pad_rows(torch.cat([s.positions for s in segments]))[None]
-        context = PackedContext(self._store, segments, self.draft.config.sliding_window)
+        context = PackedContext(self.store, segments, self.draft.config.sliding_window)
         embedded = self.draft.embed(pad_rows(tokens)[None])
         hidden = self.draft(embedded, pad_rows(states)[None], positions, context)
         return hidden[0, : len(tokens)]

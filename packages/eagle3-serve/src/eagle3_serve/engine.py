@@ -1,14 +1,16 @@
 """The engine: one round for the running batch at a time.
 
-A round drafts a chain per request, runs the target once over the new rows of all requests (a whole
-prompt, or the last token and its drafts), keeps what the target itself would have chosen, and fills
-the draft's slots from the target's true states. Requests join and leave between rounds. Without a
-draft the same rounds decode plainly.
+A round drafts a chain per request, runs the target once over the new rows of all requests (a piece
+of a prompt, or the last token and its drafts), keeps what the target itself would have chosen, and
+fills the draft's slots from the target's true states. Requests join and leave between rounds.
+Without a draft the same rounds decode plainly.
 """
 
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -20,12 +22,17 @@ from eagle3_serve.config import EngineConfig
 from eagle3_serve.drafter import Drafter
 from eagle3_serve.kv import PackedContext, Segment
 from eagle3_serve.metrics import EngineStats, RequestStats
+from eagle3_serve.pages import PagePool, PageTable
 from eagle3_serve.processors import LogitsProcessor, needs_processor
 from eagle3_serve.sampling import SamplingParams
-from eagle3_serve.scheduler import Request, Scheduler, fresh_seed
+from eagle3_serve.scheduler import Limits, Request, Scheduler, Turn, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
 from eagle3_serve.target import TargetRunner, kv_shape
 from eagle3_serve.verify import chain_paths, emitted, target_choices
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests are waiting; a server answers it with a 503."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,9 @@ class TokenOutput:
     finish_reason: FinishReason | None
     num_prompt_tokens: int
     num_output_tokens: int  # all so far
+    num_cached_tokens: int  # of the prompt, which a request before had run already
     stats: RequestStats  # all so far; the engine goes on counting in it
+    error: str | None = None  # why it ended before its time; finish_reason is "abort" then
 
 
 class Engine:
@@ -64,13 +73,19 @@ class Engine:
         self._runner = TargetRunner(
             target, draft.config.aux_layer_ids or () if draft is not None and depth else ()
         )
-        max_model_len, num_slots = _sizes(target, draft, config)
-        self.max_model_len = max_model_len
+        round_slots = depth + 1
+        self.max_model_len, num_pages = _sizes(target, draft, config, round_slots)
+        num_slots = num_pages * config.page_size
         self._store = self._runner.new_store(num_slots)
         with torch.inference_mode():
             self._runner.check(self._store)
         self._drafter = Drafter(draft, num_slots) if draft is not None and depth else None
-        self._scheduler = Scheduler(config.max_batch_size, max_model_len, num_slots)
+        self._config = config
+        self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
+        limits = Limits(
+            config.max_batch_size, config.max_num_batched_tokens, self.max_model_len, round_slots
+        )
+        self._scheduler = Scheduler(limits, self._pool, self._copy_page)
         self._requests: dict[str, Request] = {}
 
     @property
@@ -79,9 +94,14 @@ class Engine:
         return bool(self._requests)
 
     @property
-    def num_free_slots(self) -> int:
-        """Positions of keys and values that no request owns."""
-        return self._scheduler.num_free_slots
+    def num_free_pages(self) -> int:
+        """Pages of keys and values that no request holds."""
+        return self._pool.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not started, or had to give their pages up."""
+        return len(self._scheduler.waiting)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Length, prompt included, at which a request would end at the latest.
@@ -102,8 +122,12 @@ class Engine:
 
         Raises:
             UserError: it can never fit, or a token id is not the target's.
+            QueueFullError: `max_queue_size` requests wait already.
         """
         limit = self.check(prompt_ids, params)
+        longest = self._config.max_queue_size
+        if longest is not None and self.num_waiting >= longest + self._scheduler.num_places:
+            raise QueueFullError(f"{self.num_waiting} requests are waiting; try again later")
         # The output ends at the context limit at the latest.
         params = replace(params, max_tokens=limit - len(prompt_ids))
         request_id = uuid.uuid4().hex if request_id is None else request_id
@@ -118,6 +142,8 @@ class Engine:
             limit=limit,
             stream=OutputStream(self.target.tokenizer, params, self.target.eos_token_ids),
             processor=self._processor(prompt_ids, params),
+            table=PageTable(self._pool),
+            deadline=monotonic() + (self._config.request_timeout_s or math.inf),
         )
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -134,24 +160,24 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
-        """One round; outputs of every request that ran in it."""
-        batch = self._scheduler.admit()
-        if not batch:
-            return []
+        """One round; outputs of every request that has come further."""
+        late = self._expire()
+        turns = self._scheduler.plan()
+        if not turns:
+            return late
         with self.stats.timed("draft"):
-            drafts = self._draft(batch)
+            drafts = self._draft(turns)
         with self.stats.timed("verify"):
-            segments, logits, aux = self._verify(batch, drafts)
+            segments, logits, aux = self._verify(turns, drafts)
         with self.stats.timed("accept"):
-            choices = target_choices(logits, batch, [chain_paths(chain) for chain in drafts])
-            rows = zip(batch, drafts, emitted(drafts, choices), segments, strict=True)
-            outputs = [self._commit(*row) for row in rows]
+            outputs = self._accept(turns, drafts, segments, logits)
         with self.stats.timed("extend"):
-            self._extend(batch, segments, aux)
-        for request, output in zip(batch, outputs, strict=True):
+            self._extend(turns, segments, aux)
+        for output in outputs:
             if output.finish_reason is not None:
-                self._drop(request)
-        return outputs
+                self._drop(self._requests[output.request_id])
+        self._scheduler.check_idle()
+        return late + outputs
 
     def _processor(
         self, prompt_ids: Sequence[int], params: SamplingParams
@@ -161,50 +187,94 @@ class Engine:
         end_ids = params.end_ids(self.target.eos_token_ids)
         return LogitsProcessor(params, prompt_ids, end_ids, self.target.vocab_size, self._device)
 
-    def _draft(self, batch: Sequence[Request]) -> list[list[int]]:
+    def _expire(self) -> list[TokenOutput]:
+        """End the requests whose time is over."""
+        now = monotonic()
+        late = [r for r in self._requests.values() if r.deadline < now]
+        for request in late:
+            self._drop(request)
+        reason = f"took longer than {self._config.request_timeout_s} s"
+        return [_output(request, [], "", "abort", reason) for request in late]
+
+    def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
         """A chain per request; none for one whose prompt has not run yet."""
         if self._drafter is None:
-            return [[] for _ in batch]
+            return [[] for _ in turns]
+        requests = [turn.request for turn in turns]
         # A round emits up to depth + 1 tokens, and no more than may still come are of use.
-        depths = [min(self._depth, r.num_left - 1) if r.num_held else 0 for r in batch]
-        return self._drafter.propose(batch, depths)
+        depths = [min(self._depth, r.num_left - 1) if r.is_decoding else 0 for r in requests]
+        return self._drafter.propose(requests, depths)
 
     def _verify(
-        self, batch: Sequence[Request], drafts: Sequence[Sequence[int]]
+        self, turns: Sequence[Turn], drafts: Sequence[Sequence[int]]
     ) -> tuple[list[Segment], Tensor, Tensor]:
         """Run the target over what it has not seen yet and the drafts.
 
         Returns:
-            The rows of each request, logits [.,V] after each request's last token and its drafts,
-            and the aux states of all rows.
+            The rows of each request, logits [.,V] after the last token and the drafts of each
+            request that has all its tokens run, and the aux states of all rows.
         """
         tokens: list[int] = []
         logit_rows: list[int] = []
         segments = []
-        for request, chain in zip(batch, drafts, strict=True):
-            new = request.tokens[request.num_held :] + list(chain)
+        for turn, chain in zip(turns, drafts, strict=True):
+            request = turn.request
+            end = request.num_held + turn.num_tokens
+            new = request.tokens[request.num_held : end] + list(chain)
             segments.append(
-                Segment(len(tokens), len(new), request.slot, request.num_held, self._device)
+                Segment(len(tokens), len(new), request.table, request.num_held, self._device)
             )
             tokens += new
-            logit_rows += range(len(tokens) - len(chain) - 1, len(tokens))
+            if turn.is_last:
+                logit_rows += range(len(tokens) - len(chain) - 1, len(tokens))
         positions = torch.cat([s.positions for s in segments])
         context = PackedContext(self._store, segments)
         logits, aux = self._runner.forward(
             torch.tensor(tokens, device=self._device),
             positions,
             context,
-            torch.tensor(logit_rows, device=self._device),
+            torch.tensor(logit_rows, dtype=torch.int64, device=self._device),
         )
         return segments, logits, aux
+
+    def _accept(
+        self,
+        turns: Sequence[Turn],
+        drafts: Sequence[Sequence[int]],
+        segments: Sequence[Segment],
+        logits: Tensor,
+    ) -> list[TokenOutput]:
+        """Emit what the target itself would have chosen; outputs of those that emit."""
+        last = [i for i, turn in enumerate(turns) if turn.is_last]
+        for turn in turns:
+            if not turn.is_last:
+                turn.request.num_held += turn.num_tokens
+        if not last:
+            return []
+        chains = [drafts[i] for i in last]
+        requests = [turns[i].request for i in last]
+        counts = [len(chain) + 1 for chain in chains]
+        sound = logits.amax(-1).isfinite()  # a NaN is its row's maximum
+        if not sound.all():
+            logits = logits.masked_fill(~sound[:, None], 0.0)  # for the others to go on
+        choices = target_choices(logits, requests, [chain_paths(chain) for chain in chains])
+        outputs = []
+        for request, chain, tokens, ok, i in zip(
+            requests, chains, emitted(chains, choices), sound.split(counts), last, strict=True
+        ):
+            if ok.all():
+                outputs.append(self._commit(request, chain, tokens, segments[i]))
+            else:
+                error = "the target's logits are not finite; its weights or dtype do not fit"
+                outputs.append(_output(request, [], "", "abort", error))
+        return outputs
 
     def _commit(
         self, request: Request, chain: Sequence[int], tokens: Sequence[int], segment: Segment
     ) -> TokenOutput:
         """Append what the round emits, up to where the output ends."""
-        was_prompt = request.num_held == 0
-        # Keys behind the accepted drafts stay in their slots until the next round overwrites them.
-        request.num_held = segment.length - len(chain) + len(tokens) - 1
+        was_decoding, request.is_decoding = request.is_decoding, True
+        is_first = not request.stream.token_ids
         kept: list[int] = []
         reason = None
         for token in tokens:
@@ -212,43 +282,68 @@ class Engine:
             reason = request.stream.push(token)
             if reason is not None:
                 break
+        # Keys behind the accepted drafts stay in their slots until the next round overwrites them.
+        request.num_held = segment.length - len(chain) + len(kept) - 1
         request.tokens += kept
         if request.processor is not None:
             request.processor.advance(kept)
         self.stats.num_output_tokens += len(kept)
-        if was_prompt:
+        if is_first:
             self.stats.num_prompt_tokens += request.prompt_len
-        else:
+            self.stats.num_cached_tokens += request.num_cached_tokens or 0
+        if was_decoding:
             for stats in (request.stats, self.stats):
                 stats.count(len(chain), min(len(tokens) - 1, len(kept)), len(kept))
-        return TokenOutput(
-            request_id=request.id,
-            token_ids=kept,
-            text=request.stream.take_text(),
-            finish_reason=reason,
-            num_prompt_tokens=request.prompt_len,
-            num_output_tokens=len(request.stream.token_ids),
-            stats=request.stats,
-        )
+        return _output(request, kept, request.stream.take_text(), reason)
 
-    def _extend(self, batch: Sequence[Request], segments: Sequence[Segment], aux: Tensor) -> None:
-        """Let the draft read the target's states of all tokens that are now certain."""
-        if self._drafter is None:
-            return
-        requests, counts, rows = [], [], []
-        for request, segment in zip(batch, segments, strict=True):
-            # One token that is left needs no draft; a request that has ended needs nothing.
-            if request.stream.finish_reason is None and request.num_left > 1:
+    def _extend(self, turns: Sequence[Turn], segments: Sequence[Segment], aux: Tensor) -> None:
+        """Let the draft read the target's states of all tokens that are now certain.
+
+        What has ended is read as well, so that the next request with the same beginning finds it.
+        """
+        requests = [turn.request for turn in turns]
+        if self._drafter is not None:
+            read, counts, rows = [], [], []
+            for request, segment in zip(requests, segments, strict=True):
                 count = request.num_held - segment.past
-                requests.append(request)
-                counts.append(count)
-                rows += range(segment.first_row, segment.first_row + count)
-        if requests:
-            self._drafter.extend(requests, aux[rows], counts)
+                if count:  # none for a request that failed
+                    read.append(request)
+                    counts.append(count)
+                    rows += range(segment.first_row, segment.first_row + count)
+            if read:
+                self._drafter.extend(read, aux[rows], counts)
+        self._scheduler.remember(requests)
+
+    def _copy_page(self, source: int, target: int) -> None:
+        size = self._config.page_size
+        slots = [slice(page * size, (page + 1) * size) for page in (source, target)]
+        self._store.copy(*slots)
+        if self._drafter is not None:
+            self._drafter.store.copy(*slots)
 
     def _drop(self, request: Request) -> None:
         self._scheduler.remove(request)
         del self._requests[request.id]
+
+
+def _output(
+    request: Request,
+    token_ids: list[int],
+    text: str,
+    finish_reason: FinishReason | None,
+    error: str | None = None,
+) -> TokenOutput:
+    return TokenOutput(
+        request_id=request.id,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=finish_reason,
+        num_prompt_tokens=request.prompt_len,
+        num_output_tokens=len(request.stream.token_ids),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        stats=request.stats,
+        error=error,
+    )
 
 
 def check_draft(target: Target, draft: Eagle3Draft) -> None:
@@ -282,15 +377,19 @@ def check_draft(target: Target, draft: Eagle3Draft) -> None:
         )
 
 
-def _sizes(target: Target, draft: Eagle3Draft | None, config: EngineConfig) -> tuple[int, int]:
-    """(max_model_len, slots)."""
+def _sizes(
+    target: Target, draft: Eagle3Draft | None, config: EngineConfig, round_slots: int
+) -> tuple[int, int]:
+    """(max_model_len, pages). A sequence of that length has room for its last round."""
     layers, heads, head_dim = kv_shape(target)
     values = layers * heads * head_dim
     if draft is not None:
         own = draft.config
         values += own.num_hidden_layers * own.num_key_value_heads * own.head_dim
-    affordable = int(config.kv_cache_gib * 2**30 / (2 * values * target.model.dtype.itemsize))
-    longest = min(target.max_position_embeddings, affordable)
+    num_bytes = 2 * values * target.model.dtype.itemsize
+    affordable = int(config.kv_cache_gib * 2**30 / num_bytes) // config.page_size
+    room = affordable * config.page_size - (round_slots - 1)
+    longest = min(target.max_position_embeddings, room)
     wanted = config.max_model_len
     if wanted is not None and wanted > target.max_position_embeddings:
         raise UserError(
@@ -299,8 +398,7 @@ def _sizes(target: Target, draft: Eagle3Draft | None, config: EngineConfig) -> t
         )
     if longest < (wanted or 2):
         raise UserError(
-            f"kv_cache_gib is {config.kv_cache_gib}, room for {affordable} tokens; raise it, or "
+            f"kv_cache_gib is {config.kv_cache_gib}, room for {max(room, 0)} tokens; raise it, or "
             f"lower max_model_len to that"
         )
-    max_model_len = wanted or longest
-    return max_model_len, min(affordable, config.max_batch_size * max_model_len)
+    return wanted or longest, affordable

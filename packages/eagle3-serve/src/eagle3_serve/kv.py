@@ -1,8 +1,8 @@
 """Keys and values of the running requests, and attention over them.
 
-A request owns one contiguous run of slots for its whole life, sized for the longest sequence it may
-reach, so attention reads its keys as a view, nothing is gathered, and no request ever has to give
-way to another. Target and draft use the same slot numbers in stores of their own.
+Target and draft keep theirs in stores of their own under the same slot numbers, in pages that a
+request's table puts in order. Attention reads a run of pages as it lies, and copies others
+together first: a copy costs a tenth of the attention itself on a CPU.
 
 A round's rows are packed without padding between requests: [1, R] tokens, request after request.
 """
@@ -15,37 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class SlotAllocator:
-    """Hands out contiguous runs of slots, first fit."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = [(0, num_slots)]  # (start, count), ascending, never adjacent
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no request owns."""
-        return sum(count for _, count in self._free)
-
-    def allocate(self, count: int) -> int | None:
-        """Start of a run of `count` slots, or None if there is no such run now."""
-        for i, (start, size) in enumerate(self._free):
-            if size >= count:
-                self._free[i : i + 1] = [(start + count, size - count)] if size > count else []
-                return start
-        return None
-
-    def free(self, start: int, count: int) -> None:
-        """Give a run back."""
-        merged: list[tuple[int, int]] = []
-        for run in sorted([*self._free, (start, count)]):
-            if merged and sum(merged[-1]) == run[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
-            else:
-                assert not merged or sum(merged[-1]) < run[0], "slots were freed twice"
-                merged.append(run)
-        self._free = merged
+from eagle3_serve.pages import PageTable
 
 
 class KVStore:
@@ -72,12 +42,19 @@ class KVStore:
             segment: whose rows have run.
             rows: ascending numbers of its rows, from 0; the rest is up for being overwritten.
         """
-        first = segment.slot + segment.past
-        moved = [(first + row, first + i) for i, row in enumerate(rows) if row != i]
+        moved = [i for i, row in enumerate(rows) if row != i]
         if moved:  # a path that is a prefix lies right already
-            source, target = torch.tensor(moved, device=self.keys.device).T
+            slots = segment.written
+            if isinstance(slots, slice):
+                slots = torch.arange(slots.start, slots.stop, device=self.keys.device)
+            source, target = slots[[rows[i] for i in moved]], slots[moved]
             for held in (self.keys, self.values):
                 held[:, :, target] = held[:, :, source]  # read whole before it is written
+
+    def copy(self, source: slice, target: slice) -> None:
+        """Copy slots."""
+        for held in (self.keys, self.values):
+            held[:, :, target] = held[:, :, source]
 
 
 @dataclass(frozen=True)
@@ -103,7 +80,7 @@ class Segment:
 
     first_row: int
     num_rows: int
-    slot: int  # where the request's run starts
+    table: PageTable  # with room for them
     past: int  # slots written by passes before, those of a tree included
     device: torch.device
     branches: Branches | None = None
@@ -112,6 +89,16 @@ class Segment:
     def length(self) -> int:
         """Positions held once this round's rows are written."""
         return self.past + self.num_rows
+
+    @cached_property
+    def held(self) -> slice | Tensor:
+        """Slots of all positions, this round's included."""
+        return self.table.index(0, self.length, self.device)
+
+    @cached_property
+    def written(self) -> slice | Tensor:
+        """Slots of this round's rows."""
+        return self.table.index(self.past, self.length, self.device)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -140,6 +127,34 @@ class Segment:
         return self.__dict__[key]
 
 
+@dataclass(frozen=True)
+class Attention:
+    """How one layer turns scores into weights."""
+
+    scale: float
+    window: int | None = None  # sliding, own position included
+    softcap: float | None = None  # scores become softcap · tanh(score / softcap)
+    sinks: Tensor | None = None  # [nq], one more score per head, without a value
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [1,nkv,groups·R,d], k and v [1,nkv,S,d], mask [groups·R,S] -> as q."""
+        if self.softcap is None and self.sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        if self.sinks is not None:
+            per_row = self.sinks.view(k.shape[1], -1, 1).repeat_interleave(
+                q.shape[2] * k.shape[1] // len(self.sinks), 1
+            )
+            scores = torch.cat([scores, per_row[None].to(scores.dtype)], -1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(q.dtype)
+        return weights[..., : k.shape[2]] @ v
+
+
 class PackedContext:
     """The attention of one pass over packed rows; writes their keys and values to the store.
 
@@ -155,29 +170,31 @@ class PackedContext:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [1,nq,R,d], k and v [1,nkv,R,d] -> [1,nq,R,d], as the draft's layers call it."""
-        return self.attend_scaled(layer, q, k, v, q.shape[-1] ** -0.5, self.sliding_window)
+        return self.attend_scaled(
+            layer, q, k, v, Attention(q.shape[-1] ** -0.5, self.sliding_window)
+        )
 
-    def attend_scaled(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """The same with a scale and a sliding window (own position included) of the caller's."""
+    def attend_scaled(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """The same with a scale, a window and so on of the caller's."""
         out = torch.zeros_like(q)
         keys, values = self._store.keys[layer], self._store.values[layer]
         kv_heads = len(keys)
         for s in self._segments:
             rows = slice(s.first_row, s.first_row + s.num_rows)
-            written = slice(s.slot + s.past, s.slot + s.length)
-            keys[:, written] = k[0, :, rows]
-            values[:, written] = v[0, :, rows]
-            held = slice(s.slot, s.slot + s.length)
+            keys[:, s.written] = k[0, :, rows]
+            values[:, s.written] = v[0, :, rows]
             # Query heads that share a kv head become rows of it: [1, nkv, groups·rows, d].
             own = q[0, :, rows]
-            mixed = F.scaled_dot_product_attention(
+            mixed = how.mix(
                 own.reshape(1, kv_heads, -1, q.shape[-1]),
-                keys[None, :, held],
-                values[None, :, held],
-                attn_mask=s.mask(window, q.shape[1] // kv_heads),
-                scale=scale,
+                _slots(keys, s.held)[None],
+                _slots(values, s.held)[None],
+                s.mask(how.window, q.shape[1] // kv_heads),
             )
             out[0, :, rows] = mixed.reshape(own.shape)
         return out
+
+
+def _slots(store: Tensor, which: slice | Tensor) -> Tensor:
+    """[nkv, slots, d] -> [nkv, chosen, d]: a view of one run, else a copy."""
+    return store[:, which] if isinstance(which, slice) else store.index_select(1, which)

@@ -34,6 +34,7 @@ class EngineStats(RequestStats):
     """The same over all requests, with positions, tokens and seconds."""
 
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of them, found in the prefix cache
     num_output_tokens: int = 0
     drafted_per_position: list[int] = field(default_factory=list)
     num_accepted_per_position: list[int] = field(default_factory=list)
@@ -74,6 +75,7 @@ class EngineStats(RequestStats):
             "num_drafted_tokens": self.num_drafted_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             "num_output_tokens": self.num_output_tokens,
             "seconds": dict(self.seconds),
         }

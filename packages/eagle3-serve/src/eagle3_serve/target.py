@@ -15,8 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from eagle3_core import UserError
 from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.target import Target, capture_boundaries
-from eagle3_serve.kv import KVStore, PackedContext, Segment
+from eagle3_serve.kv import Attention, KVStore, PackedContext, Segment
 from eagle3_serve.padding import pad_rows
+from eagle3_serve.pages import PagePool, PageTable
 
 _ATTENTION = "eagle3_packed"
 # What transformers passes to attention functions and this one takes no notice of: switched off or
@@ -46,6 +47,8 @@ def _attention(
     scaling: float,
     packed: PackedContext,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -56,7 +59,8 @@ def _attention(
                 f"target: its attention needs {name!r}, which this engine does not have"
             )
     layer = cast(int, module.layer_idx)
-    out = packed.attend_scaled(layer, query, key, value, scaling, sliding_window)
+    how = Attention(scaling, sliding_window, softcap, s_aux)
+    out = packed.attend_scaled(layer, query, key, value, how)
     return out.transpose(1, 2), None
 
 
@@ -128,7 +132,9 @@ class TargetRunner:
         device = self._model.device
         count = min(5, store.keys.shape[2])
         store.keys[:, :, :count] = torch.nan
-        context = PackedContext(store, [Segment(0, count, 0, 0, device)])
+        table = PageTable(PagePool(1, count, False))
+        table.reserve(count)
+        context = PackedContext(store, [Segment(0, count, table, 0, device)])
         ids, last = torch.arange(count, device=device), torch.tensor([1], device=device)
         try:
             self.forward(ids, ids, context, last)

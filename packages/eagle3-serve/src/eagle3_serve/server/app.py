@@ -127,7 +127,7 @@ class _Endpoints:
     ) -> Response:
         self._check_ids("stop_token_ids", body.stop_token_ids)
         jobs = [(prompt, body.sampling(choice)) for prompt in prompts for choice in range(body.n)]
-        usage = Usage(prompt_tokens=sum(len(prompt) for prompt in prompts))
+        usage = Usage(sum(len(prompt) for prompt in prompts), num_choices=body.n)
         submission = await self._worker.submit(jobs)
         if body.stream:
             events = self._events(submission, form, usage, body.include_usage)

@@ -29,7 +29,9 @@ class Usage:
     """Token counts of a response, and how speculation fared over all its choices."""
 
     prompt_tokens: int
+    num_choices: int = 1  # of every prompt
     completion_tokens: int = 0
+    _cached_tokens: int = 0
     _ended: list[RequestStats] = field(default_factory=list)
 
     def add(self, output: TokenOutput) -> None:
@@ -37,6 +39,7 @@ class Usage:
         self.completion_tokens += len(output.token_ids)
         if output.finish_reason is not None:  # only then has the engine stopped counting
             self._ended.append(output.stats)
+            self._cached_tokens += output.num_cached_tokens
 
     def body(self) -> dict[str, Any]:
         """The `usage` object; `speculation` is this server's extension."""
@@ -46,6 +49,8 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            # A prompt counts once, whatever its choices: so does what was found of it.
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens // self.num_choices},
             "speculation": {
                 "accept_length": emitted / rounds if rounds else 1.0,
                 "num_rounds": rounds,

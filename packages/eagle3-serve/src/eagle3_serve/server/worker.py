@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from eagle3_core import UserError
-from eagle3_serve.engine import Engine, TokenOutput
+from eagle3_serve.engine import Engine, QueueFullError, TokenOutput
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.server.errors import ApiError
 
@@ -37,6 +37,8 @@ class Submission:
             output = await self.inbox.get()
             if isinstance(output, ApiError):
                 raise output
+            if output.error is not None:
+                raise ApiError(500, output.error)
             yield index[output.request_id], output
             if output.finish_reason is not None:
                 del index[output.request_id]
@@ -150,6 +152,9 @@ class EngineWorker:
         except UserError as error:
             self._abort(ids)
             return ApiError(400, str(error))
+        except QueueFullError as error:
+            self._abort(ids)
+            return ApiError(503, str(error))
         except Exception as error:
             _LOG.exception("a request could not be added")
             self._abort(ids)
