@@ -169,7 +169,7 @@ def test_a_failing_disk_is_one_line(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "out/features")
 
-    monkeypatch.setattr("eagle3_train.store._save", full)
+    monkeypatch.setattr("eagle3_train.store.writer.save", full)
     code, _, error = run(capsys, "capture", str(config))
     assert code == 2
     assert error.endswith("eagle3-train capture: out/features: No space left on device\n")

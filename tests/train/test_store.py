@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_core import UserError
-from eagle3_train.store import FeatureStore, Sample, StoreMeta, StoreWriter, sample_key
+from eagle3_train.store import (
+    FeatureStore,
+    Sample,
+    StoreMeta,
+    StoreWriter,
+    fp8,
+    remove_damaged,
+    sample_key,
+)
 
 T, V, A = 4, 10, 3
 META = StoreMeta("target", 8, T, V, "digest", (1, 3, 5), "float32", "float32")
@@ -47,7 +55,7 @@ def _write(path: Path, samples: list[Sample], shard_bytes: int = 2**20) -> None:
 
 def _edit_shard(path: Path, name: str, at: tuple[int, ...], value: float) -> None:
     """Change one number in the only shard; size and samples stay."""
-    file = path / "shard-00000.safetensors"
+    file = path / "shard-0-00000.safetensors"
     tensors = load_file(file)
     tensors[name][at] = value
     metadata = {"samples": _metadata(file)}
@@ -90,7 +98,9 @@ def test_an_interrupted_writer_leaves_its_whole_shards(tmp_path: Path) -> None:
         interrupted()
     with pytest.raises(UserError, match=r"capture has not finished \(2 samples so far\)"):
         FeatureStore(tmp_path)
-    (tmp_path / "shard-00001.safetensors").write_bytes(b"torn")  # renamed, but not in the index yet
+    (tmp_path / "shard-0-00001.safetensors").write_bytes(
+        b"torn"
+    )  # renamed, but not in the index yet
     with StoreWriter(tmp_path, META, HEAD) as writer:
         assert [_key(sample) in writer for sample in SAMPLES] == [True, True, False, False]
         writer.add(SAMPLES, MASS)
@@ -132,30 +142,30 @@ def test_states_that_are_all_zero_are_suspicious(tmp_path: Path) -> None:
 
 def test_a_cut_or_missing_shard_is_named(tmp_path: Path) -> None:
     _write(tmp_path, SAMPLES)
-    file = tmp_path / "shard-00000.safetensors"
+    file = tmp_path / "shard-0-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(UserError, match=r"shard-00000\.safetensors: has \d+ bytes, index\.json"):
+    with pytest.raises(UserError, match=r"shard-0-00000\.safetensors: has \d+ bytes, index\.json"):
         FeatureStore(tmp_path)
     file.unlink()
-    with pytest.raises(UserError, match=r"shard-00000\.safetensors: is missing"):
+    with pytest.raises(UserError, match=r"shard-0-00000\.safetensors: is missing"):
         FeatureStore(tmp_path)
 
 
 def test_a_shard_of_another_store_is_named(tmp_path: Path) -> None:
     _write(tmp_path / "a", [SAMPLES[0]])
     _write(tmp_path / "b", [SAMPLES[3]])  # as long, so the file is as big
-    shutil.copy(tmp_path / "b" / "shard-00000.safetensors", tmp_path / "a")
+    shutil.copy(tmp_path / "b" / "shard-0-00000.safetensors", tmp_path / "a")
     with pytest.raises(UserError, match="holds other samples than index"):
         FeatureStore(tmp_path / "a")
 
 
 def test_a_shard_with_fewer_positions_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, SAMPLES[:1])
-    file = tmp_path / "shard-00000.safetensors"
+    file = tmp_path / "shard-0-00000.safetensors"
     tensors = load_file(file)
     tensors["aux"] = tensors["aux"][:7].clone()
     save_file(tensors, file, metadata={"samples": _metadata(file)})
-    with pytest.raises(UserError, match=r"shard-00000\.safetensors"):
+    with pytest.raises(UserError, match=r"shard-0-00000\.safetensors"):
         FeatureStore(tmp_path)
 
 
@@ -173,3 +183,103 @@ def test_the_head_of_another_target_is_refused(tmp_path: Path) -> None:
     save_file({"head": torch.zeros(V, T + 1)}, tmp_path / "head.safetensors")
     with pytest.raises(UserError, match=r"head\.safetensors: head is \[10, 5\], index\.json says"):
         FeatureStore(tmp_path).head()
+
+
+def test_one_flipped_bit_is_found_and_replaced(tmp_path: Path) -> None:
+    _write(tmp_path, SAMPLES, shard_bytes=600)
+    files = sorted(file.name for file in tmp_path.glob("shard-*"))
+    file = tmp_path / files[1]
+    data = bytearray(file.read_bytes())
+    data[-13] ^= 1
+    file.write_bytes(data)
+    store, faults = FeatureStore(tmp_path), {}
+    for i in range(len(store)):
+        try:
+            store[i]
+        except UserError as error:
+            faults[i] = str(error)
+    ((bad, said),) = faults.items()
+    assert f"{files[1]}: row {bad}: its bytes are not those that were written" in said
+    (fault,) = remove_damaged(tmp_path)
+    assert f"{files[1]}: sample " in fault
+    with pytest.raises(UserError, match="is missing"):
+        FeatureStore(tmp_path)
+    with StoreWriter(tmp_path, META, HEAD) as writer:
+        assert bad in [i for i, sample in enumerate(SAMPLES) if _key(sample) not in writer]
+        writer.add(SAMPLES, MASS)
+        writer.finish([_key(sample) for sample in SAMPLES])
+    store = FeatureStore(tmp_path)
+    assert all(store[i].aux.equal(SAMPLES[i].aux) for i in range(4))
+    assert remove_damaged(tmp_path) == []
+
+
+def test_writers_share_a_folder(tmp_path: Path) -> None:
+    """Each knows what was there when it opened the store, and writes files of its own."""
+    first = StoreWriter(tmp_path, META, HEAD, writer=0)
+    second = StoreWriter(tmp_path, META, HEAD, shard_bytes=1, writer=1)
+    second.add(SAMPLES[:1], MASS)
+    second.add(SAMPLES[1:2], MASS)
+    first.add(SAMPLES[2:3], MASS)
+    first.close_shard()
+    with pytest.raises(UserError, match=r"capture has not finished \(3 samples so far\)"):
+        FeatureStore(tmp_path)
+    with pytest.raises(UserError, match="1 of 4 samples are in no shard"):
+        first.finish([_key(sample) for sample in SAMPLES])
+    third = StoreWriter(tmp_path, META, HEAD, writer=1)  # takes the place of one that was killed
+    assert [_key(sample) in third for sample in SAMPLES] == [True, True, True, False]
+    third.add(SAMPLES, MASS)
+    third.close_shard()
+    first.finish([_key(sample) for sample in SAMPLES])
+    store = FeatureStore(tmp_path)
+    assert all(store[i].aux.equal(SAMPLES[i].aux) for i in range(4))
+    assert store.target_mass().equal(4 * MASS)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names[:2] == ["head.safetensors", "index.json"]
+    assert names[2:] == [
+        f"shard-{name}.safetensors" for name in ("0-00000", "1-00000", "1-00001", "1-00002")
+    ]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 2.0**60])
+def test_eight_bits_keep_three_of_a_mantissa(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(50, A * T, generator=generator) * scale
+    states[7, :T] = 0
+    states[8, :T] = torch.tensor([1.999, -0.25, 2**-9, 0]) * scale
+    values, exponent = fp8.encode(states, T)
+    assert (values.dtype, exponent.dtype, exponent.shape) == (
+        torch.float8_e4m3fn,
+        torch.int8,
+        (50, A),
+    )
+    decoded = fp8.decode(values, exponent)
+    assert decoded.dtype == torch.bfloat16
+    top = states.unflatten(-1, (A, T)).abs().amax(-1, keepdim=True).expand(-1, -1, T).flatten(1)
+    # Half a step of three bits of mantissa; below the normal numbers half the smallest step.
+    allowed = torch.maximum(states.abs() * 2**-4, top * 2**-17)
+    assert ((decoded.double() - states.double()).abs() <= allowed).all()
+    again = fp8.encode(decoded, T)
+    assert again[0].view(torch.uint8).equal(values.view(torch.uint8))
+    assert again[1].equal(exponent)
+
+
+def test_states_in_eight_bits_come_back_as_they_were_handed_over(tmp_path: Path) -> None:
+    meta = replace(META, dtype="float8_e4m3fn")
+    samples = [replace(s, aux=fp8.rounded(s.aux, T), final=s.final.bfloat16()) for s in SAMPLES]
+    with StoreWriter(tmp_path, meta, HEAD) as writer:
+        writer.add(samples, MASS)
+        writer.finish([_key(sample) for sample in samples])
+    store = FeatureStore(tmp_path)
+    for i, sample in enumerate(samples):
+        for name in FIELDS:
+            assert getattr(store[i], name).equal(getattr(sample, name))
+    stored = load_file(tmp_path / "shard-0-00000.safetensors")
+    assert (stored["aux"].dtype, stored["final"].dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+    assert stored["aux_exponent"].shape == (24, A)
+
+
+def test_tokens_alone(tmp_path: Path) -> None:
+    _write(tmp_path, SAMPLES)
+    ids, mask = FeatureStore(tmp_path).tokens(2)
+    assert ids.equal(SAMPLES[2].input_ids)
+    assert mask.equal(SAMPLES[2].loss_mask)

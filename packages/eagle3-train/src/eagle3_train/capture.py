@@ -11,7 +11,17 @@ from eagle3_core import UserError, default_aux_layer_ids
 from eagle3_core.target import Target, capture_boundaries, capture_final
 from eagle3_train.data.mask import Example
 from eagle3_train.display import display
-from eagle3_train.store import Sample, StoreMeta, StoreWriter, check_finite, head_digest, sample_key
+from eagle3_train.order import share
+from eagle3_train.processes import Processes
+from eagle3_train.store import (
+    Sample,
+    StoreMeta,
+    StoreWriter,
+    check_finite,
+    fp8,
+    head_digest,
+    sample_key,
+)
 
 _LOGIT_ROWS = 128  # rows of full-vocabulary logits alive at a time
 
@@ -25,7 +35,8 @@ class Capturer:
     Args:
         target: reads the examples.
         aux_layer_ids: boundary ids; none = the usual three.
-        dtype: of the states in the samples.
+        dtype: of the states in the samples; with float8_e4m3fn the aux states are rounded to
+            that, and `final` to bfloat16.
 
     Raises:
         UserError: an id is out of range, or the target does more to its logits than its lm_head.
@@ -79,8 +90,11 @@ class Capturer:
         ):
             # Padding stands to the right, where causality hides it: no mask is needed.
             model.get_decoder()(input_ids=ids.to(self._head.device), use_cache=False)
-            aux = torch.cat(boundaries.states(), dim=-1).to(self._dtype)
-            final = last.states()[0].to(self._dtype)
+            aux, final = torch.cat(boundaries.states(), dim=-1), last.states()[0]
+        if self._dtype == fp8.DTYPE:  # what a store of that dtype gives back
+            aux, final = fp8.rounded(aux, self.meta.hidden_size), final.to(torch.bfloat16)
+        else:
+            aux, final = aux.to(self._dtype), final.to(self._dtype)
         asked = torch.zeros_like(ids, dtype=torch.bool)
         predicts = torch.zeros_like(asked)
         for row, example in enumerate(examples):
@@ -137,6 +151,11 @@ class OnlineFeatures:
     def __getitem__(self, index: int) -> Sample:
         return self._capturer.run([self._examples[index]])[0][0]
 
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """input_ids [S] int64 and loss_mask [S] bool of a sample, without its states."""
+        example = self._examples[index]
+        return example.input_ids, example.loss_mask
+
     def head(self) -> Tensor:
         """[V,T] the target's lm_head weight."""
         return self._capturer.head()
@@ -148,7 +167,7 @@ class Captured:
 
     num_samples: int  # in the store, as examples ask for them
     num_resumed: int
-    num_tokens: int  # read by the target in this run
+    num_tokens: int  # read by the target in this run, in all processes
 
 
 def capture(
@@ -158,6 +177,7 @@ def capture(
     *,
     batch_tokens: int = 4096,
     progress: bool = True,
+    processes: Processes | None = None,
 ) -> Captured:
     """Store a sample for every example, in their order; what is there already is kept.
 
@@ -167,23 +187,31 @@ def capture(
         path: the store's folder.
         batch_tokens: of one forward pass, padding included.
         progress: show it.
+        processes: each captures its share into shards of its own; none = those of the environment.
 
     Raises:
         UserError: the store there is of another target or kind, or a state is not finite.
     """
+    processes = processes or Processes()
     keys = [sample_key(example.input_ids, example.loss_mask) for example in examples]
-    with StoreWriter(path, capturer.meta, capturer.head()) as writer:
-        missing = {k: e for k, e in zip(keys, examples, strict=True) if k not in writer}
-        read, captured = 0, 0
-        with display("capture", len(missing), progress) as bar:
-            for batch in batches(list(missing.values()), batch_tokens):
-                samples, mass = capturer.run(batch)
-                writer.add(samples, mass)
-                captured += len(batch)
-                read += sum(len(sample.input_ids) for sample in samples)
-                bar.update(captured)
+    unique = dict(zip(keys, examples, strict=True))
+    with processes.main_first():  # it makes the store that the others open
+        writer = StoreWriter(path, capturer.meta, capturer.head(), writer=processes.rank)
+    processes.wait()  # all know the same samples before one of them adds any
+    missing = [example for key, example in unique.items() if key not in writer]
+    lengths = [len(example.input_ids) for example in missing]
+    mine = share(range(len(missing)), lengths, processes.count)[processes.rank]
+    captured = 0
+    with writer, display("capture", len(mine), progress) as bar:
+        for batch in batches([missing[i] for i in mine], batch_tokens):
+            writer.add(*capturer.run(batch))
+            captured += len(batch)
+            bar.update(captured)
+    processes.wait_long()
+    if processes.is_main:
         writer.finish(keys)
-    return Captured(len(keys), len(set(keys)) - len(missing), read)
+    processes.wait()
+    return Captured(len(keys), len(unique) - len(missing), sum(lengths))
 
 
 def batches(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:

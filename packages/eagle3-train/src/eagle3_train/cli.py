@@ -18,6 +18,7 @@ _STAGES = {
     "fit": "train the draft into OUT/draft; continues an interrupted run",
     "eval": "simulated accept length of the draft on the held-out data",
 }
+_PARALLEL = ("capture", "fit")  # stages that share their work among processes
 _INTERRUPTED = 130
 
 
@@ -37,11 +38,16 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--json", action="store_true", help="print one JSON object on stdout and nothing else"
         )
-        if name == "fit":
+        if name in _PARALLEL:
             command.add_argument(
                 "--num-processes", type=int, default=1, metavar="P", help="on this machine"
             )
+        if name == "fit":
             command.add_argument("--strategy", choices=["ddp"], default="ddp")
+        if name == "capture":
+            command.add_argument(
+                "--verify", action="store_true", help="read the stored states; replace bad shards"
+            )
         if name == "eval":
             command.add_argument("--draft", metavar="DIR", help="instead of OUT/draft")
     return parser
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     try:
         config = load_config(options.config, options.overrides)
-        if options.stage == "fit" and options.num_processes > 1 and not is_worker():
+        if options.stage in _PARALLEL and options.num_processes > 1 and not is_worker():
             return launch(argv, options.num_processes)
         return _finish(_run(options, config, argv), options.json)
     except UserError as error:
@@ -75,7 +81,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides += rest
-    if options.stage == "fit" and options.num_processes < 1:
+    if options.stage in _PARALLEL and options.num_processes < 1:
         parser.error(f"--num-processes is {options.num_processes}, expected 1 or more")
     return options
 
@@ -92,7 +98,7 @@ def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) 
     if options.stage == "regenerate":
         return stages.run_regenerate(config)
     if options.stage == "capture":
-        return stages.run_capture(config)
+        return stages.run_capture(config, options.verify)
     if options.stage == "fit":
         return stages.run_fit(config, ["eagle3-train", *argv])
     return stages.run_eval(config, options.draft)

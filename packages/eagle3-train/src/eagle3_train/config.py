@@ -14,6 +14,7 @@ from eagle3_core import UserError
 from eagle3_core.config import AuxNorm, Feedback, LayerInput, Residual
 
 Dtype = Literal["float32", "bfloat16"]
+StoreDtype = Literal["float32", "bfloat16", "float8_e4m3"]
 LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -57,7 +58,7 @@ class CaptureConfig(Section):
 
     mode: Literal["offline", "online"] = "offline"
     dtype: Dtype = "float32"  # of the target's arithmetic
-    store_dtype: Dtype = "bfloat16"  # of the states on disk
+    store_dtype: StoreDtype = "bfloat16"  # of the states on disk
     aux_layer_ids: list[int] | None = None  # boundary ids; none = 2, n//2, n-3
     batch_tokens: Count = 4096
 

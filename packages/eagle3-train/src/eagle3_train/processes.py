@@ -4,10 +4,14 @@ The environment names them as torchrun does; a process without that is a run of 
 """
 
 import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, distributed
+
+_LONG = timedelta(days=30)
 
 
 class Processes:
@@ -37,3 +41,19 @@ class Processes:
     def wait(self) -> None:
         """Until every process is here."""
         self.accelerator.wait_for_everyone()
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """A block that the first process leaves before the others enter it."""
+        return self.accelerator.main_process_first()
+
+    def wait_long(self) -> None:
+        """Until every process is here after hours of unevenly spread work.
+
+        `wait` gives up after the minutes that a backend grants a collective operation. A process
+        that dies ends the others through whoever started them.
+        """
+        if self.count > 1:
+            group = distributed.new_group(backend="gloo", timeout=_LONG)
+            assert isinstance(group, distributed.ProcessGroup)  # every process is in it
+            distributed.barrier(group)
+            distributed.destroy_process_group(group)

@@ -15,7 +15,7 @@ from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target
 from eagle3_train.build import build_draft, draft_config
-from eagle3_train.capture import Capturer, OnlineFeatures, capture
+from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
 from eagle3_train.config import Dtype, TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
@@ -30,6 +30,7 @@ from eagle3_train.data import (
 from eagle3_train.display import console
 from eagle3_train.evaluate import evaluate
 from eagle3_train.outputs import check_outputs
+from eagle3_train.processes import Processes
 from eagle3_train.provenance import (
     changed_inputs,
     describe_run,
@@ -42,12 +43,16 @@ from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.report import NAME as REPORT
 from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
-from eagle3_train.store import FeatureStore
+from eagle3_train.store import FeatureStore, remove_damaged
 from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
 from eagle3_train.ttt import Batch, supervised_slots
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
 Features = FeatureStore | OnlineFeatures
 
 _FREE = ("save_every", "keep", "trackers")  # fit settings that a continued run may change
@@ -121,38 +126,76 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def run_capture(config: TrainConfig) -> dict[str, Any]:
-    """The target's states for every example, into OUT/features/{train,eval}."""
+def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
+    """The target's states for every example, into OUT/features/{train,eval}.
+
+    Args:
+        config: of the run.
+        verify: read what is stored, and replace shards that are not what was written.
+    """
     target: Target | None = None
     result = {}
     splits = _splits(config)
     for split in splits:
         folder, record = _feature_paths(config, split)
         check_outputs(folder.parent, files=(record.name,), folders=(folder.name,))
+    processes = Processes()
     for split, sources in splits.items():
         folder, record = _feature_paths(config, split)
         inputs = _feature_inputs(config, sources)
-        if is_current(folder, record, inputs):
+        if processes.is_main and verify:
+            _remove_damaged(folder, record)
+        processes.wait_long()
+        current = is_current(folder, record, inputs)
+        processes.wait()  # all have looked before the first changes anything
+        if current:
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
         target = target or _reader(config.target, config.capture.dtype)
-        capturer = _capturer(config, target)
+        done = _capture_split(config, split, target, processes)
+        result[split] = {"output": str(folder), **vars(done)}
+    return result
+
+
+def _capture_split(
+    config: TrainConfig, split: str, target: Target, processes: Processes
+) -> Captured:
+    folder, record = _feature_paths(config, split)
+    sources = _splits(config)[split]
+    inputs = _feature_inputs(config, sources)
+    capturer = _capturer(config, target)  # refuses a target before anything is removed
+    prepared = None
+    if processes.is_main:
         prepared = _prepare(config, split, sources, target, _template(config, target))
-        for warning in prepared.warnings():
-            console.print(warning, markup=False)
         changed = changed_inputs(recorded_inputs(record) or inputs, inputs)
         if {"target", "capture"} & set(changed):  # else the states of samples that stay are kept
             shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
-        done = capture(
-            capturer,
-            prepared.examples,
-            folder,
-            batch_tokens=config.capture.batch_tokens,
-        )
+    processes.wait_long()
+    if prepared is None:  # the first process has left it on disk
+        prepared = _prepare(config, split, sources, target, _template(config, target))
+    for warning in prepared.warnings():
+        console.print(warning, markup=False)
+    batch_tokens = config.capture.batch_tokens
+    done = capture(
+        capturer, prepared.examples, folder, batch_tokens=batch_tokens, processes=processes
+    )
+    if processes.is_main:
         record_inputs(record, inputs)
-        result[split] = {"output": str(folder), **vars(done)}
-    return result
+    return done
+
+
+def _remove_damaged(folder: Path, record: Path) -> None:
+    """What is removed is captured again, since its record goes too."""
+    if not (folder / "index.json").exists():
+        return
+    faults = remove_damaged(folder)
+    for fault in faults:
+        console.print(f"{fault}; the shard is removed", markup=False)
+    if faults:
+        record.unlink(missing_ok=True)
+    else:
+        console.print(f"{folder}: every sample is as it was written", markup=False)
 
 
 def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
@@ -241,10 +284,7 @@ def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor 
     size = config.draft.vocab_size
     if size is None or size == target.vocab_size:
         return None
-    examples = [
-        Example(f"sample {i}", sample.input_ids, sample.loss_mask)
-        for i, sample in enumerate(store[i] for i in range(len(store)))
-    ]
+    examples = [Example(f"sample {i}", *store.tokens(i)) for i in range(len(store))]
     mass = store.target_mass() if isinstance(store, FeatureStore) else None
     return choose_vocabulary(
         examples, target.vocab_size, size, target_mass=mass, always=target.eos_token_ids

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from eagle3_train.evaluate import Samples, evaluate
 from eagle3_train.interrupts import interrupts
 from eagle3_train.metrics import StepCounts, memory, reset_peak_memory
 from eagle3_train.order import epoch_batches, pack, share
+from eagle3_train.prefetch import ahead
 from eagle3_train.processes import Processes
 from eagle3_train.resume import (
     Progress,
@@ -108,12 +109,21 @@ class Trainer:
         self._say_start()
         metrics: dict[str, Any] = {}
         reset_peak_memory(self.processes.device)
-        with interrupts() as asked, self._sinks() as sinks:
+        ahead_of = range(self.progress.step, len(self.steps))
+        self.batches = ahead(self._read, ahead_of, depth=1)
+        with interrupts() as asked, self._sinks() as sinks, closing(self.batches):
             interrupted = False
             while self.progress.step < len(self.steps) and not interrupted:
                 metrics, interrupted = self._step(asked)
                 self._after_step(metrics, interrupted, sinks)
         return Outcome(self.progress, interrupted, metrics)
+
+    def _read(self, step: int) -> list[Batch]:
+        """The micro-batches of a step that fall to this process."""
+        mine = share(self.steps[step], self.lengths, self.processes.count)[self.processes.rank]
+        groups = pack(mine, self.lengths, self.fit.micro_batch_tokens)
+        batches = [Batch.pack([self.train[i] for i in group]) for group in groups]
+        return [b.pinned() for b in batches] if self.processes.device.type == "cuda" else batches
 
     def _sinks(self) -> AbstractContextManager[list[Sink]]:
         """Who learns of each step: nobody in any process but the first."""
@@ -142,10 +152,7 @@ class Trainer:
         """One optimiser step; returns its metrics and whether any process was asked to stop."""
         began = time.monotonic()
         fit, processes = self.fit, self.processes
-        indices = self.steps[self.progress.step]
-        mine = share(indices, self.lengths, processes.count)[processes.rank]
-        groups = pack(mine, self.lengths, fit.micro_batch_tokens)
-        batches = [Batch.pack([self.train[i] for i in group]) for group in groups]
+        batches = next(self.batches)
         waited = time.monotonic() - began
         t2d = self.draft.t2d if self.draft.config.is_pruned else None
         slots = [supervised_slots(b, fit.ttt_length, t2d, fit.loss_convention) for b in batches]
@@ -178,7 +185,7 @@ class Trainer:
             "learning_rate": rate,
             "grad_norm": norm,
             "tokens": self.progress.tokens,
-            "samples": len(indices),
+            "samples": len(self.steps[self.progress.step - 1]),
             "supervised_fraction": supervised / tokens,
             "tokens_per_s": tokens / seconds,
             "data_wait_s": waited,

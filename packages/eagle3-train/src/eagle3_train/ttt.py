@@ -51,7 +51,15 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Move the states; what decides which slots run stays on the CPU."""
-        return replace(self, aux=self.aux.to(device), final=self.final.to(device))
+        return replace(
+            self,
+            aux=self.aux.to(device, non_blocking=True),
+            final=self.final.to(device, non_blocking=True),
+        )
+
+    def pinned(self) -> "Batch":
+        """States in pinned memory, from which a CUDA device reads while it computes."""
+        return replace(self, aux=self.aux.pin_memory(), final=self.final.pin_memory())
 
     def ahead(self, values: Tensor, by: int) -> Tensor:
         """[S] -> [S]: the value `by` slots later; `remaining` must mask what crosses a document."""
