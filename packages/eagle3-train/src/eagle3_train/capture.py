@@ -141,19 +141,19 @@ class OnlineFeatures:
     """What `FeatureStore` is, with the target at hand instead of a disk: nothing is kept."""
 
     def __init__(self, capturer: Capturer, examples: Sequence[Example]) -> None:
-        self._capturer, self._examples = capturer, examples
+        self._capturer, self.examples = capturer, examples
         self.meta = capturer.meta
         self.lengths: Sequence[int] = [len(example.input_ids) for example in examples]
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._capturer.run([self._examples[index]])[0][0]
+        return self._capturer.run([self.examples[index]])[0][0]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """input_ids [S] int64 and loss_mask [S] bool of a sample, without its states."""
-        example = self._examples[index]
+        example = self.examples[index]
         return example.input_ids, example.loss_mask
 
     def head(self) -> Tensor:

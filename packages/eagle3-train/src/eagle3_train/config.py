@@ -109,7 +109,9 @@ class FitConfig(Section):
 class EvalConfig(Section):
     """The simulated accept length on held-out samples."""
 
-    num_speculative_tokens: Count = 5  # K
+    num_speculative_tokens: Count = 5  # K, of a chain and of a tree's depth
+    topk: Count = 4  # children of a tree's node, and nodes expanded at every depth
+    num_verify_tokens: Annotated[int, Field(ge=2)] = 16  # of a tree, root included
     every: Count | None = None  # steps between evaluations during fit; none = only `eval`
     batch_tokens: Count = 4096
 

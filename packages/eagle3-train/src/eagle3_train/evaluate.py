@@ -75,7 +75,7 @@ def evaluate(
     t2d = draft.t2d if draft.config.is_pruned else None
     weights = torch.ones(num_speculative_tokens)
     for group in pack(indices, samples.lengths, batch_tokens):
-        batch = Batch.pack([samples[i] for i in group])
+        batch = Batch.pack([samples[i] for i in group]).to(teacher_head.device)
         slots = supervised_slots(batch, num_speculative_tokens, t2d, "strict")
         total += run_slots(draft, batch, slots, teacher_head, weights)[1]
     return total

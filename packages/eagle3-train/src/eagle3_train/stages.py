@@ -14,6 +14,7 @@ from eagle3_core.checkpoint.write import check_destination
 from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target
+from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
 from eagle3_train.config import Dtype, TrainConfig
@@ -27,7 +28,7 @@ from eagle3_train.data import (
     prepared_from,
     show,
 )
-from eagle3_train.display import console
+from eagle3_train.display import console, display
 from eagle3_train.evaluate import evaluate
 from eagle3_train.outputs import check_outputs
 from eagle3_train.processes import Processes
@@ -43,6 +44,7 @@ from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.report import NAME as REPORT
 from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
+from eagle3_train.simulate import Simulated, Simulator
 from eagle3_train.store import FeatureStore, remove_damaged
 from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
@@ -181,6 +183,7 @@ def _capture_split(
         capturer, prepared.examples, folder, batch_tokens=batch_tokens, processes=processes
     )
     if processes.is_main:
+        write_json(_sources_file(config, split), {"sources": _origins(prepared.examples)})
         record_inputs(record, inputs)
     return done
 
@@ -239,26 +242,54 @@ def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def run_eval(config: TrainConfig, draft_folder: str | None) -> dict[str, Any]:
-    """The simulated accept length of OUT/draft (or another) on the held-out samples."""
+    """Accept lengths of OUT/draft (or another), simulated on the held-out samples: OUT/eval.json.
+
+    Another draft's are only returned.
+    """
+    section = config.eval
+    tree = _tree_shape(config)
     store = _features(config, "eval")
     folder = Path(draft_folder) if draft_folder else config.out / "draft"
     loaded = load_draft(folder)
     _check_belongs(loaded.config, folder, store)
-    kept = loaded.draft.to_target_ids(torch.arange(loaded.config.draft_vocab_size))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    draft, head = loaded.draft.to(device), store.head().float().to(device)
+    simulator = Simulator(draft, head, tree)
+    datasets: dict[str, Simulated] = {}
+    with display("eval", len(store)) as bar:
+        for done, name in enumerate(_sources(config, "eval", store)):
+            found = simulator.run(store[done])
+            datasets[name] = datasets[name] + found if name in datasets else found
+            bar.update(done + 1)
     counts = evaluate(
-        loaded.draft,
+        draft,
         store,
         range(len(store)),
-        store.head()[kept].float(),
-        config.eval.num_speculative_tokens,
-        config.eval.batch_tokens,
+        simulator.kept_head,
+        section.num_speculative_tokens,
+        section.batch_tokens,
     )
-    return {
+    result = {
         "draft": str(folder),
         "samples": len(store),
-        "num_speculative_tokens": config.eval.num_speculative_tokens,
+        "num_speculative_tokens": section.num_speculative_tokens,
+        "topk": section.topk,
+        "num_verify_tokens": section.num_verify_tokens,
         **counts.summary(),
+        "datasets": [{"name": name, **found.summary()} for name, found in datasets.items()],
     }
+    if draft_folder is None:
+        write_json(config.out / "eval.json", result)
+        write_report(config.out)
+    return result
+
+
+def _tree_shape(config: TrainConfig) -> TreeShape:
+    section = config.eval
+    try:
+        return TreeShape(section.num_speculative_tokens, section.topk, section.num_verify_tokens)
+    except ValueError as error:
+        raise UserError(f"eval.{error}") from None
 
 
 def new_draft(config: TrainConfig, store: Features) -> Eagle3Draft:
@@ -391,6 +422,23 @@ def _feature_paths(config: TrainConfig, split: str) -> tuple[Path, Path]:
     """The folder of a split's states, and the record of what it was made from."""
     folder = config.out / "features" / split
     return folder, folder.with_name(f"{split}.inputs.json")
+
+
+def _sources_file(config: TrainConfig, split: str) -> Path:
+    """Which file each captured sample came from, in their order."""
+    return config.out / "features" / f"{split}.sources.json"
+
+
+def _origins(examples: Sequence[Example]) -> list[str]:
+    return [example.where.rpartition(":")[0] for example in examples]
+
+
+def _sources(config: TrainConfig, split: str, store: Features) -> list[str]:
+    """[samples]: the file or data set of each; one name for all if the capture did not say."""
+    if isinstance(store, OnlineFeatures):
+        return _origins(store.examples)
+    found = recorded_inputs(_sources_file(config, split)) or {}
+    return found.get("sources") or [f"data.{split}"] * len(store)
 
 
 def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, Any]:
