@@ -15,6 +15,7 @@ from eagle3_core.config import AuxNorm, Feedback, LayerInput, Residual
 
 Dtype = Literal["float32", "bfloat16"]
 StoreDtype = Literal["float32", "bfloat16", "float8_e4m3"]
+Placement = Literal["single", "device_map", "tensor_parallel"]
 LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -57,6 +58,7 @@ class CaptureConfig(Section):
     """The target's states for every sample."""
 
     mode: Literal["offline", "online"] = "offline"
+    placement: Placement = "single"  # where a target goes that does not fit one device
     dtype: Dtype = "float32"  # of the target's arithmetic
     store_dtype: StoreDtype = "bfloat16"  # of the states on disk
     aux_layer_ids: list[int] | None = None  # boundary ids; none = 2, n//2, n-3

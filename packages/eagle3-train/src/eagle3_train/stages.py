@@ -11,13 +11,12 @@ from torch import Tensor
 
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.checkpoint.write import check_destination
-from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target
 from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
-from eagle3_train.config import Dtype, TrainConfig
+from eagle3_train.config import TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
     Example,
@@ -31,6 +30,7 @@ from eagle3_train.data import (
 from eagle3_train.display import console, display
 from eagle3_train.evaluate import evaluate
 from eagle3_train.outputs import check_outputs
+from eagle3_train.placement import place_target
 from eagle3_train.processes import Processes
 from eagle3_train.provenance import (
     changed_inputs,
@@ -101,7 +101,7 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
     if finished is not None and not changed_inputs(finished, inputs):
         console.print(f"{output} is complete", markup=False)
         return {"output": str(output), "answered": 0}
-    target = _reader(config.target, section.dtype)
+    target = place_target(config.target, _DTYPES[section.dtype], "single", Processes())
     template = _template(config, target)
     if finished is not None and _answers_in_another_way(finished, inputs):
         _set_aside(output, record, changed_inputs(finished, inputs))
@@ -153,7 +153,7 @@ def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
         if current:
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
-        target = target or _reader(config.target, config.capture.dtype)
+        target = target or _reader(config, processes)
         done = _capture_split(config, split, target, processes)
         result[split] = {"output": str(folder), **vars(done)}
     return result
@@ -398,19 +398,27 @@ def _template_arguments(config: TrainConfig) -> dict[str, Any]:
     return {"template_arguments": arguments} if arguments else {}
 
 
-def _reader(name: str, dtype: Dtype) -> Target:
-    """A target that only reads and answers: on a CPU its linears are packed."""
-    target = load_target(name, _DTYPES[dtype])
-    if is_packing_available():
-        pack_linears(target.model)
-    return target
-
-
 def _template(config: TrainConfig, target: Target) -> ChatTemplate:
     data = config.data
     return ChatTemplate(
         target.tokenizer, data.chat_template, target.eos_token_ids, data.template_arguments
     )
+
+
+def _reader(config: TrainConfig, processes: Processes) -> Target:
+    section = config.capture
+    return place_target(config.target, _DTYPES[section.dtype], section.placement, processes)
+
+
+def _online_processes(config: TrainConfig) -> Processes:
+    processes = Processes()
+    if config.capture.placement == "tensor_parallel":
+        # Each process trains on its own samples; the parts of a target have to read the same ones.
+        raise UserError(
+            "capture.placement is tensor_parallel with capture.mode online, expected offline: "
+            "run eagle3-train capture, then fit"
+        )
+    return processes
 
 
 def _capturer(config: TrainConfig, target: Target) -> Capturer:
@@ -444,7 +452,7 @@ def _sources(config: TrainConfig, split: str, store: Features) -> list[str]:
 def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, Any]:
     return {
         "target": config.target,
-        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode"}),
+        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode", "placement"}),
         "data": {
             **config.data.model_dump(include={"max_length", "chat_template"}),
             **_template_arguments(config),
@@ -459,7 +467,7 @@ def _features(config: TrainConfig, split: str) -> Features:
     if sources is None:
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
-        target = _reader(config.target, config.capture.dtype)
+        target = _reader(config, _online_processes(config))
         prepared = _prepare(config, split, sources, target, _template(config, target))
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)
