@@ -390,6 +390,7 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
 
 def _means(rows: Sequence[Row], key: str) -> list[float]:
     found = [row[key] for row in rows if row.get(key) is not None]
+    found = [values for values in found if len(values) == len(found[-1])]  # the unroll may grow
     return [sum(column) / len(found) for column in zip(*found, strict=True)]
 
 
