@@ -40,9 +40,15 @@ def drafts(pairs: Any, target: Any) -> dict[str, Any]:
 
 
 def _decode(
-    target: Any, draft: Any, k: int, batch: int, prompts: list[list[int]], params: list[Any]
+    target: Any,
+    draft: Any,
+    k: int,
+    batch: int,
+    prompts: list[list[int]],
+    params: list[Any],
+    **shape: int,
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    config = EngineConfig(num_speculative_tokens=k, max_batch_size=batch)
+    config = EngineConfig(num_speculative_tokens=k, max_batch_size=batch, **shape)
     outputs, figures = generate(Engine(target, draft, config), prompts, params)
     return [output.token_ids for output in outputs], figures
 
@@ -72,6 +78,37 @@ def test_greedy_is_the_models_own(
         assert figures["accept_length"] > 1.3
 
 
+TREES = [(1, 3, 4), (2, 2, 6), (3, 2, 7), (3, 4, 12), (5, 3, 9)]
+
+
+@pytest.mark.parametrize(("k", "topk", "rows"), TREES)
+@pytest.mark.parametrize("name", ["fitted", "pruned", "layers"])
+def test_greedy_trees_are_the_models_own(
+    target: Any,
+    drafts: dict[str, Any],
+    greedy: list[list[int]],
+    name: str,
+    k: int,
+    topk: int,
+    rows: int,
+) -> None:
+    for batch in (1, 4) if name == "fitted" else (3,):
+        outputs, figures = _decode(
+            target,
+            drafts[name],
+            k,
+            batch,
+            PROMPTS,
+            GREEDY,
+            topk=topk,
+            num_verify_tokens=rows,
+        )
+        assert outputs == greedy, f"batch {batch}"
+    if name == "fitted":
+        assert figures["accept_length"] > 1.3
+        assert len(figures["accepted_per_position"]) == k
+
+
 @pytest.fixture(scope="module")
 def plain_sampled(target: Any) -> list[list[int]]:
     return _decode(target, None, 0, 1, PROMPTS, SAMPLED)[0]
@@ -85,6 +122,19 @@ def test_a_seeds_text_is_that_of_plain_decoding(
     accepted = 0
     for batch in (1, 2, 5):
         outputs, figures = _decode(target, drafts[name], k, batch, PROMPTS, SAMPLED)
+        assert outputs == plain_sampled, f"batch {batch}"
+        accepted += figures["num_accepted_tokens"]
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("name", ["fitted", "pruned"])
+def test_a_seeds_text_over_trees_is_that_of_plain_decoding(
+    target: Any, drafts: dict[str, Any], plain_sampled: list[list[int]], name: str
+) -> None:
+    accepted = 0
+    for (k, topk, rows), batch in zip(TREES, (5, 1, 2, 3, 4), strict=True):
+        shape = {"topk": topk, "num_verify_tokens": rows}
+        outputs, figures = _decode(target, drafts[name], k, batch, PROMPTS, SAMPLED, **shape)
         assert outputs == plain_sampled, f"batch {batch}"
         accepted += figures["num_accepted_tokens"]
     assert accepted > 0

@@ -55,6 +55,12 @@ class TreeShape:
         """Nodes with the root that are scored; less if the draft has less than `topk` tokens."""
         return 1 + self.topk + (self.num_speculative_tokens - 1) * self.topk**2
 
+    def cut(self, depth: int) -> "TreeShape":
+        """The same with a depth of at most `depth`."""
+        depth = min(depth, self.num_speculative_tokens)
+        nodes = min(self.num_nodes, TreeShape(depth, self.topk).limit)
+        return TreeShape(depth, self.topk, nodes)
+
     @property
     def num_nodes(self) -> int:
         """N."""

@@ -110,7 +110,20 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=_count(0),
         metavar="K",
-        help="tokens drafted per round; 0 is plain decoding (default: 3 with a draft)",
+        help="tokens drafted per round, or depth of a tree; 0 is plain decoding (default: 3 with a "
+        "draft)",
+    )
+    parser.add_argument(
+        "--topk",
+        type=_count(1),
+        metavar="k",
+        help="children of a tree's node, and nodes expanded at a depth (default: 1, a chain)",
+    )
+    parser.add_argument(
+        "--num-verify-tokens",
+        type=_count(2),
+        metavar="N",
+        help="rows of a tree that the target verifies, the root included (default: 1 + K * topk)",
     )
     parser.add_argument(
         "--max-batch-size",

@@ -24,6 +24,7 @@ from eagle3_serve.prompts import read_prompts
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.server import EngineWorker, create_app, listen, run
 
+_SHAPE = ("num_speculative_tokens", "topk", "num_verify_tokens")
 _STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -90,8 +91,11 @@ def generate(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[Target, Engine]:
     """The target and an engine over it, with the draft if one was given."""
-    if args.draft is None and args.num_speculative_tokens:
-        raise UserError("--num-speculative-tokens: needs a draft; give --draft DIR")
+    shape = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
+    for name, value in shape.items():
+        if args.draft is None and value:
+            raise UserError(f"--{name.replace('_', '-')}: needs a draft; give --draft DIR")
+    config = EngineConfig(max_batch_size=args.max_batch_size, **shape)
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     with _STDERR.status("loading"):
@@ -102,10 +106,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Engine]:
             draft = loaded.draft.eval().requires_grad_(False)
             for warning in loaded.report.warnings:
                 _STDERR.print(f"warning: {warning}")
-        limits: dict[str, Any] = {"max_batch_size": args.max_batch_size}
-        if args.num_speculative_tokens is not None:
-            limits["num_speculative_tokens"] = args.num_speculative_tokens
-        return target, Engine(target, draft, EngineConfig(**limits))
+        return target, Engine(target, draft, config)
 
 
 def _progress() -> Progress:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from eagle3_core import UserError
+from eagle3_core.tree import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,9 @@ class EngineConfig:
         UserError: a value is out of range.
     """
 
-    num_speculative_tokens: int = 3  # K, drafted per round; 0 decodes plainly
+    num_speculative_tokens: int = 3  # K, drafted per round or depth of a tree; 0 decodes plainly
+    topk: int = 1  # children of a tree's node; 1 drafts chains
+    num_verify_tokens: int | None = None  # N, rows of a tree with the root; None = 1 + K * topk
     max_batch_size: int = 8  # requests in one round; the others wait
     max_model_len: int | None = None  # prompt and answer together; None = what the target can do
     kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
@@ -25,17 +28,47 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check every range."""
         _require("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _require("topk", self.topk, 1)
         _require("max_batch_size", self.max_batch_size, 1)
         _require("page_size", self.page_size, 1)
         _require("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         for name, least in (("max_model_len", 2), ("max_queue_size", 0)):
             if getattr(self, name) is not None:
                 _require(name, getattr(self, name), least)
+        if self.num_verify_tokens is not None:
+            _require("num_verify_tokens", self.num_verify_tokens, 2)
+        self._check_shape()
         timeout = self.request_timeout_s
         if timeout is not None and not timeout > 0:
             raise UserError(f"request_timeout_s is {timeout!r}, expected a number above 0")
         if not self.kv_cache_gib > 0:
             raise UserError(f"kv_cache_gib is {self.kv_cache_gib!r}, expected a number above 0")
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """Of the drafts of a round; None is plain decoding."""
+        if not self.num_speculative_tokens:
+            return None
+        rows = self.num_verify_tokens or 1 + self.num_speculative_tokens * self.topk
+        return TreeShape(self.num_speculative_tokens, self.topk, rows)
+
+    def _check_shape(self) -> None:
+        depth, rows = self.num_speculative_tokens, self.num_verify_tokens
+        if not depth:
+            if self.topk > 1 or rows is not None:
+                raise UserError("num_speculative_tokens is 0: topk and num_verify_tokens need 1")
+            return
+        if self.topk == 1 and rows not in (None, depth + 1):
+            raise UserError(
+                f"num_verify_tokens is {rows}, expected {depth + 1}: a chain (topk 1) is verified "
+                "whole; give topk to draft trees"
+            )
+        limit = TreeShape(depth, self.topk).limit
+        if rows is not None and rows > limit:
+            raise UserError(
+                f"num_verify_tokens is {rows}, expected at most {limit}: a tree with "
+                f"num_speculative_tokens {depth} and topk {self.topk} has no more nodes"
+            )
 
 
 def _require(name: str, value: object, least: int) -> None:

@@ -1,4 +1,4 @@
-"""The draft inside the engine: proposes a chain per request, over keys and values of its own.
+"""The draft inside the engine: proposes a chain or tree per request, over a cache of its own.
 
 Draft slot t pairs the target's states at position t with token t+1, and proposes token t+2. Between
 rounds the slots of all verified tokens hold keys made from the target's true states; a proposal
@@ -6,14 +6,17 @@ appends slots made from fed-back states, which the next `extend` overwrites.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from eagle3_core import Eagle3Draft, TorchOps
 from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
-from eagle3_serve.kv import KVStore, PackedContext, Segment
+from eagle3_core.tree import Frontier, TreeShape, grow_tree
+from eagle3_serve.kv import Branches, KVStore, PackedContext, Segment
 from eagle3_serve.padding import pad_rows
+from eagle3_serve.proposal import Proposal
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
 
@@ -56,29 +59,91 @@ class Drafter:
             weight.device,
         )
 
-    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> list[list[int]]:
-        """A chain of `depths[i]` tokens for each request; the first is known from `extend`."""
-        chains = [
-            [r.first_draft] if depth else [] for r, depth in zip(requests, depths, strict=True)
-        ]
-        for step in range(1, max(depths, default=0)):
-            live = [i for i, depth in enumerate(depths) if depth > step]
-            rows = [requests[i] for i in live]
-            segments = [self._segment(row, r, 1, step - 1) for row, r in enumerate(rows)]
-            tokens = torch.tensor([chains[i][-1] for i in live], device=self._device)
-            states = torch.stack([r.feedback for r in rows])
-            hidden = self._run(tokens, states, segments)
+    def reach(self, request: Request) -> int:
+        """How deep drafts may go: no slot is read behind the positions that the draft knows."""
+        return max(0, self.draft.config.max_position_embeddings - request.num_held + 1)
+
+    def propose(
+        self, requests: Sequence[Request], depths: Sequence[int], shape: TreeShape
+    ) -> list[Proposal]:
+        """Drafts of `shape` for each request, cut off at its own depth; 0 is nothing."""
+        proposals = [Proposal()] * len(requests)
+        live = [i for i, depth in enumerate(depths) if depth]
+        if live:
+            propose = self._chains if shape.topk == 1 else self._trees
+            drafted = propose([requests[i] for i in live], [depths[i] for i in live], shape)
+            for i, proposal in zip(live, drafted, strict=True):
+                proposals[i] = proposal
+        return proposals
+
+    def _chains(
+        self, requests: Sequence[Request], depths: Sequence[int], shape: TreeShape
+    ) -> list[Proposal]:
+        logits = torch.stack([r.draft_logits for r in requests])
+        states = torch.stack([r.feedback for r in requests])
+        chains: list[list[int]] = [[] for _ in requests]
+        live = list(range(len(requests)))
+        for step in range(max(depths)):
             # The token proposed at this step stands at position len(tokens) + step.
-            chosen = self._choose(hidden, rows, [len(r.tokens) + step for r in rows])
-            for i, request, token, state in zip(
-                live, rows, chosen, self.draft.feedback(hidden), strict=True
-            ):
+            rows = [requests[i] for i in live]
+            chosen = self._choose(logits, rows, [len(r.tokens) + step for r in rows])
+            for i, token in zip(live, chosen, strict=True):
                 chains[i].append(token)
-                request.feedback = state
-        return chains
+            kept = [row for row, i in enumerate(live) if depths[i] > step + 1]
+            live = [live[row] for row in kept]
+            if not live:
+                break
+            segments = [self._segment(row, requests[i], 1, step) for row, i in enumerate(live)]
+            tokens = torch.tensor([chains[i][-1] for i in live], device=self._device)
+            hidden = self._run(tokens, states[kept], segments)
+            states, logits = self.draft.feedback(hidden), self._logits(hidden)
+        return [Proposal.chain(chain) for chain in chains]
+
+    def _trees(
+        self, requests: Sequence[Request], depths: Sequence[int], shape: TreeShape
+    ) -> list[Proposal]:
+        """Branches are what the draft finds most likely, for sampled requests too.
+
+        The frontiers take slots behind the held ones, one after the other; the next `extend` and
+        rounds write over them.
+        """
+        held = torch.tensor([r.num_held for r in requests], device=self._device)
+        states = torch.stack([r.feedback for r in requests]).unsqueeze(1)
+        widths: list[int] = []
+
+        def expand(frontier: Frontier) -> Tensor:
+            nonlocal states
+            past, width = sum(widths), frontier.tokens.shape[1]
+            widths.append(width)
+            levels = torch.arange(frontier.depth, device=self._device)
+            slots = levels.repeat_interleave(torch.tensor(widths, device=self._device))
+            seen = [
+                frontier.lineage[..., i, None] == torch.arange(w, device=self._device)
+                for i, w in enumerate(widths)
+            ]
+            visible = torch.cat(seen, -1)
+            segments = [
+                replace(
+                    self._segment(b * width, r, width, past),
+                    branches=Branches(held[b] + slots, visible[b]),
+                )
+                for b, r in enumerate(requests)
+            ]
+            rows = torch.arange(len(requests), device=self._device).unsqueeze(1)
+            states = states[rows, frontier.parent_rows]
+            hidden = self._run(frontier.tokens.flatten(), states.flatten(0, 1), segments)
+            states = self.draft.feedback(hidden).unflatten(0, (len(requests), width))
+            return self._logits(hidden).unflatten(0, (len(requests), width))
+
+        roots = torch.tensor([r.tokens[-1] for r in requests], device=self._device)
+        logits = torch.stack([r.draft_logits for r in requests])
+        d2t = self.draft.d2t if self.draft.config.is_pruned else None
+        tree = grow_tree(roots, logits, expand, shape.cut(max(depths)), d2t)
+        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), depths, strict=True)
+        return [Proposal(tokens[1:], parents[1:]).cut(depth) for tokens, parents, depth in rows]
 
     def extend(self, requests: Sequence[Request], aux: Tensor, counts: Sequence[int]) -> None:
-        """Fill the slots of newly verified tokens, and propose the next one of who decodes.
+        """Fill the slots of newly verified tokens, and say what may follow for who decodes.
 
         Args:
             requests: their `tokens` and `num_held` as after the round.
@@ -97,10 +162,9 @@ class Drafter:
         if not live:
             return
         last = hidden[[segments[i].first_row + segments[i].num_rows - 1 for i in live]]
-        asked = [requests[i] for i in live]
-        chosen = self._choose(last, asked, [len(r.tokens) for r in asked])
-        for request, token, state in zip(asked, chosen, self.draft.feedback(last), strict=True):
-            request.first_draft, request.feedback = token, state
+        rows = zip(live, self._logits(last), self.draft.feedback(last), strict=True)
+        for i, logits, state in rows:
+            requests[i].draft_logits, requests[i].feedback = logits, state
 
     def _segment(self, row: int, request: Request, count: int, offset: int) -> Segment:
         return Segment(row, count, request.table, request.num_held + offset, self._device)
@@ -113,11 +177,14 @@ class Drafter:
         hidden = self.draft(embedded, pad_rows(states)[None], positions, context)
         return hidden[0, : len(tokens)]
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[R,H] -> [R,D]"""
+        return self.draft.logits(pad_rows(hidden))[: len(hidden)]
+
     def _choose(
-        self, hidden: Tensor, requests: Sequence[Request], positions: Sequence[int]
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int]
     ) -> list[int]:
-        """The target id that each row [R,H] proposes for the given position."""
-        logits = self.draft.logits(pad_rows(hidden))[: len(hidden)]
+        """The target id that each row [R,D] proposes for the given position."""
         chosen = logits.argmax(-1)
         for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
             if not request.params.is_greedy:

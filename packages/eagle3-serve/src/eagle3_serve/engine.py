@@ -18,17 +18,19 @@ from torch import Tensor
 from eagle3_core import Eagle3Draft, UserError
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target
+from eagle3_core.tree import TreeShape
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.drafter import Drafter
 from eagle3_serve.kv import PackedContext, Segment
 from eagle3_serve.metrics import EngineStats, RequestStats
 from eagle3_serve.pages import PagePool, PageTable
 from eagle3_serve.processors import LogitsProcessor, needs_processor
+from eagle3_serve.proposal import Proposal
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.scheduler import Limits, Request, Scheduler, Turn, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
 from eagle3_serve.target import TargetRunner, kv_shape
-from eagle3_serve.verify import chain_paths, emitted, target_choices
+from eagle3_serve.verify import target_choices
 
 
 class QueueFullError(RuntimeError):
@@ -63,23 +65,23 @@ class Engine:
             UserError: the draft does not belong to the target, the context does not fit, or the
                 target's architecture is not one for this engine.
         """
-        depth = config.num_speculative_tokens if draft is not None else 0
+        shape = config.shape if draft is not None else None
         if draft is not None:
             check_draft(target, draft)
         self.target = target
         self.stats = EngineStats()
-        self._depth = depth
+        self._shape = shape
         self._device = target.model.device
         self._runner = TargetRunner(
-            target, draft.config.aux_layer_ids or () if draft is not None and depth else ()
+            target, draft.config.aux_layer_ids or () if draft is not None and shape else ()
         )
-        round_slots = depth + 1
+        round_slots = _round_slots(shape)
         self.max_model_len, num_pages = _sizes(target, draft, config, round_slots)
         num_slots = num_pages * config.page_size
         self._store = self._runner.new_store(num_slots)
         with torch.inference_mode():
             self._runner.check(self._store)
-        self._drafter = Drafter(draft, num_slots) if draft is not None and depth else None
+        self._drafter = Drafter(draft, num_slots) if draft is not None and shape else None
         self._config = config
         self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
         limits = Limits(
@@ -170,9 +172,9 @@ class Engine:
         with self.stats.timed("verify"):
             segments, logits, aux = self._verify(turns, drafts)
         with self.stats.timed("accept"):
-            outputs = self._accept(turns, drafts, segments, logits)
+            outputs, kept = self._accept(turns, drafts, segments, logits)
         with self.stats.timed("extend"):
-            self._extend(turns, segments, aux)
+            self._extend(turns, segments, kept, aux)
         for output in outputs:
             if output.finish_reason is not None:
                 self._drop(self._requests[output.request_id])
@@ -196,17 +198,21 @@ class Engine:
         reason = f"took longer than {self._config.request_timeout_s} s"
         return [_output(request, [], "", "abort", reason) for request in late]
 
-    def _draft(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """A chain per request; none for one whose prompt has not run yet."""
-        if self._drafter is None:
-            return [[] for _ in turns]
+    def _draft(self, turns: Sequence[Turn]) -> list[Proposal]:
+        """Drafts for each request; none for one whose prompt has not run yet."""
+        if self._drafter is None or self._shape is None:
+            return [Proposal()] * len(turns)
         requests = [turn.request for turn in turns]
+        depth = self._shape.num_speculative_tokens
         # A round emits up to depth + 1 tokens, and no more than may still come are of use.
-        depths = [min(self._depth, r.num_left - 1) if r.is_decoding else 0 for r in requests]
-        return self._drafter.propose(requests, depths)
+        depths = [
+            min(depth, r.num_left - 1, self._drafter.reach(r)) if r.is_decoding else 0
+            for r in requests
+        ]
+        return self._drafter.propose(requests, depths, self._shape)
 
     def _verify(
-        self, turns: Sequence[Turn], drafts: Sequence[Sequence[int]]
+        self, turns: Sequence[Turn], drafts: Sequence[Proposal]
     ) -> tuple[list[Segment], Tensor, Tensor]:
         """Run the target over what it has not seen yet and the drafts.
 
@@ -217,16 +223,16 @@ class Engine:
         tokens: list[int] = []
         logit_rows: list[int] = []
         segments = []
-        for turn, chain in zip(turns, drafts, strict=True):
-            request = turn.request
-            end = request.num_held + turn.num_tokens
-            new = request.tokens[request.num_held : end] + list(chain)
+        for turn, proposal in zip(turns, drafts, strict=True):
+            request, past = turn.request, turn.request.num_held
+            new = [*request.tokens[past : past + turn.num_tokens], *proposal.tokens]
+            branches = proposal.branches(past, self._device)
             segments.append(
-                Segment(len(tokens), len(new), request.table, request.num_held, self._device)
+                Segment(len(tokens), len(new), request.table, past, self._device, branches)
             )
             tokens += new
             if turn.is_last:
-                logit_rows += range(len(tokens) - len(chain) - 1, len(tokens))
+                logit_rows += range(len(tokens) - proposal.num_rows, len(tokens))
         positions = torch.cat([s.positions for s in segments])
         context = PackedContext(self._store, segments)
         logits, aux = self._runner.forward(
@@ -240,38 +246,49 @@ class Engine:
     def _accept(
         self,
         turns: Sequence[Turn],
-        drafts: Sequence[Sequence[int]],
+        drafts: Sequence[Proposal],
         segments: Sequence[Segment],
         logits: Tensor,
-    ) -> list[TokenOutput]:
-        """Emit what the target itself would have chosen; outputs of those that emit."""
+    ) -> tuple[list[TokenOutput], list[Sequence[int]]]:
+        """Emit what the target itself would have chosen.
+
+        Returns:
+            Outputs of those that emit, and the rows of each segment whose tokens are certain now.
+        """
         last = [i for i, turn in enumerate(turns) if turn.is_last]
+        kept: list[Sequence[int]] = [range(turn.num_tokens) for turn in turns]
         for turn in turns:
             if not turn.is_last:
                 turn.request.num_held += turn.num_tokens
         if not last:
-            return []
-        chains = [drafts[i] for i in last]
+            return [], kept
+        proposals = [drafts[i] for i in last]
         requests = [turns[i].request for i in last]
-        counts = [len(chain) + 1 for chain in chains]
+        counts = [proposal.num_rows for proposal in proposals]
         sound = logits.amax(-1).isfinite()  # a NaN is its row's maximum
         if not sound.all():
             logits = logits.masked_fill(~sound[:, None], 0.0)  # for the others to go on
-        choices = target_choices(logits, requests, [chain_paths(chain) for chain in chains])
+        choices = target_choices(logits, requests, [proposal.paths for proposal in proposals])
         outputs = []
-        for request, chain, tokens, ok, i in zip(
-            requests, chains, emitted(chains, choices), sound.split(counts), last, strict=True
+        for request, proposal, own, ok, i in zip(
+            requests, proposals, choices, sound.split(counts), last, strict=True
         ):
             if ok.all():
-                outputs.append(self._commit(request, chain, tokens, segments[i]))
+                path = proposal.walk(own)
+                output = self._commit(request, proposal, [own[row] for row in path])
+                known = turns[i].num_tokens - 1
+                rows = [*range(known), *(known + row for row in path)]
+                kept[i] = rows[: known + len(output.token_ids)]
+                self._store.keep(segments[i], kept[i])
+                request.num_held += len(kept[i])
+                outputs.append(output)
             else:
+                kept[i] = ()
                 error = "the target's logits are not finite; its weights or dtype do not fit"
                 outputs.append(_output(request, [], "", "abort", error))
-        return outputs
+        return outputs, kept
 
-    def _commit(
-        self, request: Request, chain: Sequence[int], tokens: Sequence[int], segment: Segment
-    ) -> TokenOutput:
+    def _commit(self, request: Request, proposal: Proposal, tokens: Sequence[int]) -> TokenOutput:
         """Append what the round emits, up to where the output ends."""
         was_decoding, request.is_decoding = request.is_decoding, True
         is_first = not request.stream.token_ids
@@ -282,8 +299,6 @@ class Engine:
             reason = request.stream.push(token)
             if reason is not None:
                 break
-        # Keys behind the accepted drafts stay in their slots until the next round overwrites them.
-        request.num_held = segment.length - len(chain) + len(kept) - 1
         request.tokens += kept
         if request.processor is not None:
             request.processor.advance(kept)
@@ -293,10 +308,17 @@ class Engine:
             self.stats.num_cached_tokens += request.num_cached_tokens or 0
         if was_decoding:
             for stats in (request.stats, self.stats):
-                stats.count(len(chain), min(len(tokens) - 1, len(kept)), len(kept))
+                accepted = min(len(tokens) - 1, len(kept))
+                stats.count(len(proposal.tokens), proposal.depth, accepted, len(kept))
         return _output(request, kept, request.stream.take_text(), reason)
 
-    def _extend(self, turns: Sequence[Turn], segments: Sequence[Segment], aux: Tensor) -> None:
+    def _extend(
+        self,
+        turns: Sequence[Turn],
+        segments: Sequence[Segment],
+        kept: Sequence[Sequence[int]],
+        aux: Tensor,
+    ) -> None:
         """Let the draft read the target's states of all tokens that are now certain.
 
         What has ended is read as well, so that the next request with the same beginning finds it.
@@ -304,12 +326,11 @@ class Engine:
         requests = [turn.request for turn in turns]
         if self._drafter is not None:
             read, counts, rows = [], [], []
-            for request, segment in zip(requests, segments, strict=True):
-                count = request.num_held - segment.past
-                if count:  # none for a request that failed
+            for request, segment, own in zip(requests, segments, kept, strict=True):
+                if own:  # nothing of a request that failed
                     read.append(request)
-                    counts.append(count)
-                    rows += range(segment.first_row, segment.first_row + count)
+                    counts.append(len(own))
+                    rows += [segment.first_row + row for row in own]
             if read:
                 self._drafter.extend(read, aux[rows], counts)
         self._scheduler.remember(requests)
@@ -344,6 +365,13 @@ def _output(
         stats=request.stats,
         error=error,
     )
+
+
+def _round_slots(shape: TreeShape | None) -> int:
+    """Slots a request needs behind its last held one: to verify all rows, or to draft them."""
+    if shape is None:
+        return 1
+    return max(shape.num_nodes, (shape.num_speculative_tokens - 1) * shape.topk)
 
 
 def check_draft(target: Target, draft: Eagle3Draft) -> None:

@@ -1,4 +1,4 @@
-"""What the engine counts. Draft position 0 is the first token of a round's chain."""
+"""What the engine counts. Draft position 0 is the first token of a round's chain or tree."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ class RequestStats:
         """Tokens emitted per round; 1.0 without a round."""
         return self.num_round_tokens / self.num_rounds if self.num_rounds else 1.0
 
-    def count(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
-        """Add a round."""
+    def count(self, num_drafted: int, depth: int, num_accepted: int, num_emitted: int) -> None:
+        """Add a round of drafts `depth` deep."""
         self.num_rounds += 1
         self.num_drafted_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
@@ -42,15 +42,15 @@ class EngineStats(RequestStats):
         default_factory=lambda: {"draft": 0.0, "verify": 0.0, "accept": 0.0, "extend": 0.0}
     )
 
-    def count(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+    def count(self, num_drafted: int, depth: int, num_accepted: int, num_emitted: int) -> None:
         """Add a round of one request."""
-        super().count(num_drafted, num_accepted, num_emitted)
-        for counts, depth in (
-            (self.drafted_per_position, num_drafted),
+        super().count(num_drafted, depth, num_accepted, num_emitted)
+        for counts, deep in (
+            (self.drafted_per_position, depth),
             (self.num_accepted_per_position, num_accepted),
         ):
-            counts.extend([0] * (num_drafted - len(counts)))
-            for position in range(depth):
+            counts.extend([0] * (depth - len(counts)))
+            for position in range(deep):
                 counts[position] += 1
 
     @property

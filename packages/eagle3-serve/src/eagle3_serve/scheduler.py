@@ -40,8 +40,9 @@ class Request:
     num_held: int = 0
     is_decoding: bool = False  # all tokens but the last are held, and the draft has a proposal
     num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache at the start
-    first_draft: int = -1  # what the draft proposes next; known once its slots are filled
-    # [H], what the draft's next step takes in place of aux states
+    # Known once the draft's slots are filled: [D], what it says about the next token, and [H], what
+    # its next step takes in place of aux states.
+    draft_logits: Tensor = field(default_factory=lambda: torch.empty(0))
     feedback: Tensor = field(default_factory=lambda: torch.empty(0))
     stats: RequestStats = field(default_factory=RequestStats)
 

@@ -10,19 +10,11 @@ distribution along the coin when it is drawn with the same coin.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from eagle3_core.accept import greedy_chain
 from eagle3_serve.processors import Paths
 from eagle3_serve.sampling import choose
 from eagle3_serve.scheduler import Request
-
-
-def chain_paths(chain: Sequence[int]) -> list[Sequence[int]]:
-    """The path of each row of a chain: the drafts before it."""
-    return [chain[:i] for i in range(len(chain) + 1)]
 
 
 def target_choices(
@@ -54,17 +46,3 @@ def _choices(logits: Tensor, request: Request, paths: Paths) -> list[int]:
     # A row chooses the token behind its path, whose position has a coin of its own.
     coins = [request.coin(len(request.tokens) + len(path)) for path in paths]
     return choose(logits, request.params, coins).tolist()
-
-
-def emitted(drafts: Sequence[Sequence[int]], choices: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each request's choices up to and including the first that differs from its draft.
-
-    Args:
-        drafts: the chain of each request, of any length.
-        choices: one more for each request, from `target_choices`.
-    """
-    num_drafts = torch.tensor([len(chain) for chain in drafts])
-    draft_ids = pad_sequence([torch.tensor(chain, dtype=torch.int64) for chain in drafts], True)
-    target_ids = pad_sequence([torch.tensor(row) for row in choices], True)
-    accepted = greedy_chain(draft_ids, target_ids, num_drafts).num_accepted.tolist()
-    return [list(row[: count + 1]) for row, count in zip(choices, accepted, strict=True)]

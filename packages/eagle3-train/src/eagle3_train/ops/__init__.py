@@ -1,1 +1,0 @@
-"""The two ops that training time goes into; each folder holds a torch reference."""
