@@ -34,7 +34,9 @@ class Case:
     def load(cls, folder: Path, settings: dict[str, Any]) -> "Case":
         """Read what `benchmarks/train_step.py` wrote."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        tensors = load_file(folder / "case.safetensors", device=str(device))
+        loaded = load_file(folder / "case.safetensors", device=str(device))
+        # Held in memory before anything is measured, not read from the file when first touched.
+        tensors = {name: tensor.clone() for name, tensor in loaded.items()}
         weights = {n[6:]: tensors.pop(n) for n in list(tensors) if n.startswith("draft.")}
         return cls(
             sizes=settings["sizes"],

@@ -25,6 +25,7 @@ from eagle3_core.accept import (
     block_chain,
     deterministic_chain,
     deterministic_tree,
+    expected_accept_length,
     inverse_cdf,
     sampled_chain,
 )
@@ -539,3 +540,51 @@ def test_laws_are_constant_on_each_cell() -> None:
             for result in results[1:]:
                 assert torch.equal(result.num_accepted, results[0].num_accepted)
                 assert torch.equal(result.bonus, results[0].bonus)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_recorded_text_gives_the_expected_accept_length(seed: int) -> None:
+    """Over every text of K tokens, by its probability: exactly what the law accepts on average.
+
+    Drawn drafts stay along x_1..x_k with probability prod(min(p, q)); a child of a fixed tree is
+    entered with probability p.
+    """
+    steps, size = 3, 3
+    target, drafter = Table(size, seed), Table(size, seed + 100, copies=Table(size, seed))
+    children = {
+        context: set(random.Random(f"{seed}{context}").sample(range(size), 2))
+        for length in range(steps)
+        for context in itertools.product(range(size), repeat=length)
+    }
+    drawn, in_tree = [Fraction(0)] * steps, [Fraction(0)] * steps
+    for k in range(steps):
+        for text in itertools.product(range(size), repeat=k + 1):
+            pairs = [(text[:i], x) for i, x in enumerate(text)]
+            drawn[k] += math.prod(min(target.row(c)[x], drafter.row(c)[x]) for c, x in pairs)
+            if all(x in children[c] for c, x in pairs):
+                in_tree[k] += math.prod(target.row(c)[x] for c, x in pairs)
+
+    texts = target.law(steps)
+    weights = torch.tensor([float(weight) for weight in texts.values()], dtype=torch.float64)
+    for offered_by, expected in (("drawn", drawn), ("tree", in_tree)):
+        offered, recorded = torch.zeros(2, steps, len(texts), dtype=torch.float64)
+        for column, text in enumerate(texts):
+            for k, x in enumerate(text):
+                p, q = target.row(text[:k]), drafter.row(text[:k])
+                if offered_by == "drawn":
+                    offered[k, column] = float(sum(map(min, p, q)))
+                    recorded[k, column] = float(min(Fraction(1), q[x] / p[x]))
+                else:
+                    offered[k, column] = float(sum(p[c] for c in children[text[:k]]))
+                    recorded[k, column] = x in children[text[:k]]
+        found = [
+            sum(
+                weight
+                * expected_accept_length(offered[:, i : i + 1], recorded[:, i : i + 1]).accepted[k]
+                for i, weight in enumerate(weights.tolist())
+            )
+            for k in range(steps)
+        ]
+        assert found == pytest.approx([float(share) for share in expected], abs=1e-12)
+        together = expected_accept_length(offered, recorded)
+        assert together.num_rounds == len(texts)

@@ -110,3 +110,28 @@ def test_a_draft_built_without_memory_works_once_its_weights_are_assigned() -> N
     with torch.no_grad():
         expected = draft(x, x, positions, CacheContext())
         assert torch.equal(empty(x, x, positions, CacheContext()), expected)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"residual": "normed", "attention_bias": True},
+        {"num_hidden_layers": 2, "qk_norm": True},
+        {"num_hidden_layers": 2, "layer_input": "every"},
+    ],
+    ids=str,
+)
+def test_embeddings_multiplied_beforehand_change_nothing(choices: dict[str, Any]) -> None:
+    draft = Eagle3Draft(make_config(**choices)).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.normal_(generator=generator)
+    e = draft.embed(torch.randint(40, (2, 5), generator=generator))
+    x = torch.randn(2, 3, 16, generator=generator, dtype=torch.float64)
+    slots = torch.tensor([0, 2, 3])
+    positions = slots.expand(2, 3)
+    want = draft(e[:, slots], x, positions, CacheContext())
+    found = draft(draft.split_embeddings(e).at(slots), x, positions, CacheContext())
+    # float64, one sum in another order
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from eagle3_core import UserError
-from eagle3_core.target import Target
+from eagle3_core.target import Target, load_target
 from eagle3_train.capture import Capturer, OnlineFeatures, asked_positions, batches, capture
 from eagle3_train.data import Example
 from eagle3_train.store import FeatureStore, Sample
@@ -185,3 +185,19 @@ def test_bad_layer_ids_are_refused(target: Target) -> None:
 def test_asked_positions_reach_one_token_around_an_answer() -> None:
     mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 1]).bool()
     assert asked_positions(mask).int().tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_target_spread_over_places_gives_the_states_of_a_whole_one(
+    target: Target, target_folder: Path, tmp_path: Path
+) -> None:
+    """Some layers in memory, some fetched from disk: accelerate's hooks, as between devices."""
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    spread = {"device_map": {**places, "lm_head": "cpu"}, "offload_folder": str(tmp_path)}
+    capturer = Capturer(load_target(str(target_folder), spread=spread), AUX, torch.float32)
+    whole = Capturer(target, AUX, torch.float32)
+    for left, right in zip(capturer.run(EXAMPLES)[0], whole.run(EXAMPLES)[0], strict=True):
+        _assert_close(left, right)
+    spread = {"device_map": {**places, "lm_head": "disk"}, "offload_folder": str(tmp_path)}
+    with pytest.raises(UserError, match="no room for its lm_head on a device"):
+        Capturer(load_target(str(target_folder), spread=spread), AUX, torch.float32)

@@ -17,17 +17,12 @@ pytestmark = pytest.mark.distributed
 TIMEOUT = 240  # seconds; a run takes about 15 on an idle core
 
 
-def test_two_processes_fill_one_store(
-    tmp_path: Path, write_run: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_run(tmp_path)
-    one, two = tmp_path / "one", tmp_path / "two"
-    kind = "capture.store_dtype=float8_e4m3"
-    assert main(["capture", str(config), f"output={one}", kind]) == 0
+def _capture(config: Path, out: Path, *settings: str) -> dict:
+    """What two processes say on stdout."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "eagle3_train", "capture", str(config), f"output={two}", kind),
-            *("--num-processes", "2", "--json"),
+            *(sys.executable, "-m", "eagle3_train", "capture", str(config), f"output={out}"),
+            *(*settings, "--num-processes", "2", "--json"),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,7 +30,39 @@ def test_two_processes_fill_one_store(
         timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_a_target_in_slices_gives_the_states_of_a_whole_one(
+    tmp_path: Path, write_run: Callable[[Path], Path]
+) -> None:
+    config = write_run(tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    exact = "capture.store_dtype=float32"
+    assert main(["capture", str(config), f"output={one}", exact]) == 0
+    said = _capture(config, two, exact, "capture.placement=tensor_parallel")
+    for split in ("train", "eval"):
+        left, right = (FeatureStore(out / "features" / split) for out in (one, two))
+        assert left.meta == right.meta
+        assert said[split]["num_tokens"] == sum(left.lengths) == sum(right.lengths)
+        assert left.head().equal(right.head())
+        for i in range(len(left)):
+            assert left[i].input_ids.equal(right[i].input_ids)
+            assert left[i].argmax.equal(right[i].argmax)
+            for name in ("aux", "final", "logz"):  # slices are added in another order
+                torch.testing.assert_close(
+                    getattr(left[i], name), getattr(right[i], name), rtol=1e-4, atol=1e-4
+                )
+
+
+def test_two_processes_fill_one_store(
+    tmp_path: Path, write_run: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    kind = "capture.store_dtype=float8_e4m3"
+    assert main(["capture", str(config), f"output={one}", kind]) == 0
+    said = _capture(config, two, kind)
     for split, count in (("train", 16), ("eval", 4)):
         left, right = (FeatureStore(out / "features" / split) for out in (one, two))
         assert (len(left), left.meta) == (count, right.meta)

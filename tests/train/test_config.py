@@ -1,11 +1,14 @@
 """The configuration refuses what it does not know and says where and what in one line."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from eagle3_core import UserError
-from eagle3_train.config import load_config
+from eagle3_train.config import LossTerm, load_config
+from eagle3_train.objective import Objective
 
 MINIMAL = "output: out\ntarget: some/model\n"
 
@@ -35,6 +38,14 @@ def test_overrides_are_typed_as_yaml_and_win(tmp_path: Path) -> None:
     assert config.output == "elsewhere"
 
 
+def test_a_loss_is_a_name_or_a_weighted_sum(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, MINIMAL)).fit.loss == {"soft_ce": 1.0}
+    assert load_config(write(tmp_path, MINIMAL), ["fit.loss=tv"]).fit.loss == {"tv": 1.0}
+    mixed = {"kl": 0.5, "lk_lambda": 2.0}
+    assert load_config(write(tmp_path, MINIMAL), [f"fit.loss={mixed}"]).fit.loss == mixed
+    assert {field.name for field in fields(Objective)} == set(get_args(LossTerm))
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
@@ -49,6 +60,19 @@ def test_overrides_are_typed_as_yaml_and_win(tmp_path: Path) -> None:
         (MINIMAL + "fit: {epochs: 0}", [], "fit.epochs: found 0, expected greater than"),
         (MINIMAL + "fit: {schedule: cosin}", [], "found 'cosin', expected 'cosine', 'linear'"),
         (MINIMAL + "fit: {betas: [0.9]}", [], "fit.betas: found [0.9]"),
+        (MINIMAL + "fit: {loss: tvv}", [], "fit.loss.tvv: found 'tvv', expected 'soft_ce', 'kl'"),
+        (MINIMAL + "fit: {loss: {}}", [], "fit.loss: found {}, expected"),
+        (MINIMAL + "fit: {loss: {tv: 0}}", [], "fit.loss.tv: found 0, expected greater than 0"),
+        (
+            MINIMAL + "fit: {ttt_ramp: {start: 9}}",
+            [],
+            "run.yaml: fit: ttt_ramp.start is 9, expected at most ttt_length 5",
+        ),
+        (
+            MINIMAL,
+            ["fit.ttt_ramp.begin=1"],
+            "fit.ttt_ramp.begin: unknown key; known are share, start",
+        ),
         (MINIMAL + "data: {train: a.jsonl}", [], "data.train: found 'a.jsonl', expected a"),
         ("output: out\n", [], "run.yaml: target: missing"),
         ("- 1\n", [], "run.yaml: found list, expected a mapping"),

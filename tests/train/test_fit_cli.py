@@ -100,6 +100,7 @@ def test_unknown_options_are_refused(config: Path, arguments: list[str]) -> None
         (["fit=3"], "fit: found 3, expected a section with keys such as ttt_length"),
         (["output="], "output: found None, expected a valid string"),
         (["data.train=[questions.jsonl]"], "no assistant turn (questions.jsonl:1)"),
+        (["capture.placement=tensor_parallel"], "tensor_parallel in one process"),
         (["data.max_length=1"], "nothing supervised within max_length, 1 tokens"),
     ],
 )
@@ -304,3 +305,12 @@ def test_prompts_that_all_fail_are_an_error(
     assert code == 2
     assert "nothing to answer: 1 dropped: a prompt of" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_slices_of_a_target_cannot_read_different_samples(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["capture.placement=tensor_parallel", "capture.mode=online"]
+    code, _, error = run(capsys, "fit", str(config), *settings)
+    assert code == 2
+    assert "tensor_parallel with capture.mode online, expected offline" in error

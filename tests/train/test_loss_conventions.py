@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eagle3_core import Eagle3Draft, load_draft
 from eagle3_train.config import LossConvention
 from eagle3_train.distill import normaliser
-from eagle3_train.loss import head_loss
+from eagle3_train.objective import SOFT_CE
+from eagle3_train.ops.head_loss import head_loss
 from eagle3_train.ttt import Batch, supervised_slots, unroll
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden"
@@ -49,6 +50,7 @@ def teacher_of_logits(inputs: dict[str, Tensor], draft: Eagle3Draft) -> tuple[Ba
             aux=inputs["aux_hidden"][b],
             final=inputs["teacher_logits"][b],
             argmax=inputs["teacher_logits"][b].argmax(-1),
+            logz=inputs["teacher_logits"][b].logsumexp(-1),
         )
         for b in range(len(inputs["tokens"]))
     ]
@@ -68,6 +70,7 @@ def teacher_of_states(inputs: dict[str, Tensor], draft: Eagle3Draft) -> tuple[Ba
         aux=torch.nn.functional.pad(inputs["aux_hidden"][0], (0, 0, 0, 1)),
         final=final,
         argmax=torch.zeros(rows, dtype=torch.int64),
+        logz=torch.zeros(rows),  # asked by no soft cross-entropy
     )
     return Batch.pack([sample]), inputs["target_lm_head_draft_rows"]
 
@@ -107,7 +110,14 @@ def test_peer_loss_and_gradients(case: str, convention: LossConvention) -> None:
     hidden = unroll(draft, batch, slots)
     normed = draft.ops.rms_norm(hidden, draft.norm.weight, draft.config.rms_norm_eps)
     result = head_loss(
-        normed, draft.lm_head.weight, batch.final, teacher_head, slot + 1 + step, weight
+        normed,
+        draft.lm_head.weight,
+        batch.final,
+        teacher_head,
+        batch.logz,
+        slot + 1 + step,
+        weight,
+        SOFT_CE,
     )
     per_row = result.cross_entropy
     if convention == "speculators":

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from eagle3_train.plots import Chart, Line, line_chart
-from eagle3_train.report import LAWS, length_histogram, page, write_report
+from eagle3_train.report import length_histogram, page, write_report
+from eagle3_train.simulate import LAWS
 
 PLOTS = {
     "loss", "accept-length", "acceptance", "divergence", "positions", "gradient", "lengths",

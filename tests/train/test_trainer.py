@@ -14,7 +14,7 @@ from eagle3_core.vocab import vocab_map
 from eagle3_train.config import TrainConfig
 from eagle3_train.distill import normaliser
 from eagle3_train.metrics import MEASURED
-from eagle3_train.schedule import learning_rate_factor
+from eagle3_train.schedule import learning_rate_factor, unroll_length
 from eagle3_train.trainer import Trainer
 
 V, D, T, H = 32, 24, 16, 16
@@ -30,6 +30,7 @@ class Document:
         self.loss_mask = torch.arange(length) >= 3
         self.argmax = (self.input_ids + 1) % 20
         self.final = 3 * head[self.argmax]
+        self.logz = (self.final @ head.T).logsumexp(-1)
         self.aux = torch.cat([self.final + 0.1 * torch.randn(length, T, generator=g)] * 3, -1)
 
 
@@ -88,23 +89,39 @@ def test_it_learns_the_chain(tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_continues_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fit",
+    [
+        {},
+        {
+            "ttt_ramp": {"start": 1, "share": 0.8},
+            "loss": {"kl": 1.0, "lk_alpha": 0.5},
+            "gradient_checkpointing": True,
+        },
+    ],
+    ids=["plain", "ramp"],
+)
+def test_continues_bit_for_bit(tmp_path: Path, fit: dict[str, Any]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    first = trainer(whole, save_every=3, keep=9)
+    first = trainer(whole, save_every=3, keep=9, **fit)
     first.run()
     last = len(first.steps)
     assert last > 6
     shutil.copytree(whole, cut)
     for step in range(4, last + 1):
         shutil.rmtree(cut / f"checkpoints/step-{step}", ignore_errors=True)
-    second = trainer(cut, save_every=3, keep=9)
+    second = trainer(cut, save_every=3, keep=9, **fit)
     assert second.progress.step == 3
     second.run()
 
     for name, tensor in first.draft.state_dict().items():
         assert torch.equal(tensor, second.draft.state_dict()[name]), name
     assert steady(whole / "metrics.jsonl") == steady(cut / "metrics.jsonl")
-    assert trainer(cut, save_every=3, keep=9).run().metrics == {}  # nothing left to do
+    assert trainer(cut, save_every=3, keep=9, **fit).run().metrics == {}  # nothing left to do
+    lengths = [len(m["loss_per_step"]) for m in steady(cut / "metrics.jsonl")]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 3
+    assert lengths[0] == (1 if fit else 3)
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
@@ -189,6 +206,13 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the gradient of step 2 is nan"):
         run.run()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_the_unroll_grows_evenly() -> None:
+    values = {"ttt_length": 4, "ttt_ramp": {"start": 2, "share": 0.5}}
+    fit = TrainConfig.model_validate({"output": "o", "target": "t", "fit": values}).fit
+    progress = [0.0, 0.24, 0.26, 0.49, 0.5, 1.0]
+    assert [unroll_length(fit, p) for p in progress] == [2, 2, 3, 3, 4, 4]
 
 
 def test_schedule_and_normalisers() -> None:

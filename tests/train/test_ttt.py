@@ -6,7 +6,7 @@ hundred additions.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from eagle3_core import CacheContext, DraftConfig, Eagle3Draft
 from eagle3_core.vocab import target_to_draft, vocab_map
-from eagle3_train import attention, loss
+from eagle3_train.objective import SOFT_CE, Objective
+from eagle3_train.ops.head_loss import HeadLoss, head_loss
+from eagle3_train.ops.head_loss import reference as head_loss_reference
+from eagle3_train.ops.ttt_attention import reference as attention_reference
 from eagle3_train.ttt import Batch, chain_slots, supervised_slots, unroll
 
 V, T, H, STEPS = 40, 12, 16, 4
@@ -28,6 +31,7 @@ class Document:
     aux: Tensor
     final: Tensor
     argmax: Tensor
+    logz: Tensor
 
 
 def make_draft(draft_vocab: int = 24, **choices: Any) -> Eagle3Draft:
@@ -59,6 +63,7 @@ def make_documents(lengths: list[int], head: Tensor, seed: int = 0) -> list[Docu
                 aux=torch.randn(n, 3 * T, generator=g, dtype=torch.float64),
                 final=final,
                 argmax=(final @ head.T).argmax(-1),
+                logz=(final @ head.T).logsumexp(-1),
             )
         )
     return documents
@@ -66,23 +71,49 @@ def make_documents(lengths: list[int], head: Tensor, seed: int = 0) -> list[Docu
 
 def pack64(documents: list[Document]) -> Batch:
     batch = Batch.pack(documents)
-    wide = {n: torch.cat([getattr(d, n) for d in documents]) for n in ("aux", "final")}
+    wide = {n: torch.cat([getattr(d, n) for d in documents]) for n in ("aux", "final", "logz")}
     return Batch(**{**vars(batch), **wide})
+
+
+@dataclass
+class Naive:
+    """What the double loop finds, a row for each counted (document, slot, step)."""
+
+    rows: list[tuple[int, int, int]]
+    logits: Tensor  # [N,D] of the draft
+    law: Tensor  # [N,V] of the target
+    kept: Tensor  # [D] target ids
+
+    def loss(self, objective: Objective) -> Tensor:
+        """Sum over rows of 0.8^step x objective, every term by its definition over all of V."""
+        q = torch.zeros_like(self.law).index_add(1, self.kept, self.logits.softmax(-1))
+        within = self.law[:, self.kept]
+        p = within / within.sum(-1, keepdim=True)
+        log_q = self.logits.log_softmax(-1)
+        ce, kl = -(p * log_q).sum(-1), (p * (p.log() - log_q)).sum(-1)
+        tv = (q - self.law).abs().sum(-1) / 2
+        share = torch.exp(-3 * (1 - tv)).detach()
+        total = (
+            objective.soft_ce * ce
+            + objective.kl * kl
+            + objective.tv * tv
+            - objective.lk_alpha * torch.log(1 - tv)
+            + objective.lk_lambda * (share * kl + (1 - share) * tv)
+        )
+        steps = torch.tensor([k for *_, k in self.rows], dtype=torch.float64)
+        return (total * 0.8**steps).sum()
 
 
 def naive(
     draft: Eagle3Draft, documents: list[Document], head: Tensor, steps: int, counts: Callable
-) -> tuple[Tensor, dict[tuple[int, int, int], int]]:
-    """Sum over counted (document, slot, step) of 0.8^k x cross-entropy, and the drafted ids."""
-    window = draft.config.sliding_window
-    kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
-    total, drafted = torch.zeros((), dtype=torch.float64), {}
+) -> Naive:
+    rows, logits, law = [], [], []
     for d, doc in enumerate(documents):
         n = len(doc.input_ids)
         e = draft.embed(doc.input_ids)
         x = draft.project(doc.aux[None])
         for t in range(n - 1):
-            cache = CacheContext(window)
+            cache = CacheContext(draft.config.sliding_window)
             prefix = torch.arange(t + 1)
             h = draft(e[1 : t + 2][None], x[:, : t + 1], prefix[None], cache)[:, -1:]
             for k in range(steps):
@@ -92,11 +123,11 @@ def naive(
                     at = torch.tensor([[t + k]])
                     h = draft(e[t + 1 + k][None, None], draft.feedback(h), at, cache)
                 if counts(doc, t, k):
-                    logits = draft.logits(h)[0, 0]
-                    teacher = (head[kept] @ doc.final[t + 1 + k]).softmax(-1)
-                    total = total - 0.8**k * (teacher * logits.log_softmax(-1)).sum()
-                    drafted[d, t, k] = int(logits.argmax())
-    return total, drafted
+                    rows.append((d, t, k))
+                    logits.append(draft.logits(h)[0, 0])
+                    law.append((head @ doc.final[t + 1 + k]).softmax(-1))
+    kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
+    return Naive(rows, torch.stack(logits), torch.stack(law), kept)
 
 
 def strict(draft: Eagle3Draft) -> Callable[[Document, int, int], bool]:
@@ -112,15 +143,28 @@ def strict(draft: Eagle3Draft) -> Callable[[Document, int, int], bool]:
 
 
 def fused(
-    draft: Eagle3Draft, batch: Batch, head: Tensor, slots: Tensor
-) -> tuple[loss.HeadLoss, Tensor]:
-    h = unroll(draft, batch, slots)
+    draft: Eagle3Draft,
+    batch: Batch,
+    head: Tensor,
+    slots: Tensor,
+    objective: Objective = SOFT_CE,
+    gradient_checkpointing: bool = False,
+) -> tuple[HeadLoss, Tensor]:
+    h = unroll(draft, batch, slots, gradient_checkpointing)
     normed = draft.ops.rms_norm(h, draft.norm.weight, draft.config.rms_norm_eps)
     step, slot = slots.nonzero().unbind(1)
     kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
-    return loss.head_loss(
-        normed, draft.lm_head.weight, batch.final, head[kept], slot + 1 + step, 0.8 ** step.double()
-    ), slots.nonzero()
+    result = head_loss(
+        normed,
+        draft.lm_head.weight,
+        batch.final,
+        head[kept],
+        batch.logz,
+        slot + 1 + step,
+        0.8 ** step.double(),
+        objective,
+    )
+    return result, slots.nonzero()
 
 
 CHOICES = [
@@ -136,33 +180,91 @@ CHOICES = [
 ]
 
 
+OBJECTIVES = [*(Objective(**{f.name: 1.0}) for f in fields(Objective))]
+OBJECTIVES.append(Objective(soft_ce=0.7, kl=0.2, tv=0.5, lk_alpha=0.3, lk_lambda=0.4))
+
+
 @pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_loss_and_gradients_equal_the_double_loop(
+def test_losses_and_gradients_equal_the_double_loop(
     choices: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 4)  # documents span several blocks
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 150)  # rows span many chunks
+    monkeypatch.setattr(attention_reference, "BLOCK", 4)  # documents span several blocks
+    monkeypatch.setattr(head_loss_reference, "CHUNK_ELEMENTS", 150)  # rows span many chunks
     draft = make_draft(**choices)
     head = torch.randn(V, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     documents = make_documents([11, 3, 1, 17, 2], head)
     batch = pack64(documents)
     parameters = dict(draft.named_parameters())
-
-    expected, drafted = naive(draft, documents, head, STEPS, strict(draft))
-    expected_grads = torch.autograd.grad(expected, list(parameters.values()))
+    expected = naive(draft, documents, head, STEPS, strict(draft))
     slots = supervised_slots(batch, STEPS, getattr(draft, "t2d", None), "strict")
-    result, rows = fused(draft, batch, head, slots)
-    grads = torch.autograd.grad(result.total, list(parameters.values()))
+    assert len(expected.rows) > 20
 
-    assert len(drafted) > 20
-    assert abs(float(result.total.detach() - expected.detach())) < 1e-10
-    for name, grad, want in zip(parameters, grads, expected_grads, strict=True):
-        assert want.abs().max() > 1e-6, f"{name} is not trained: the comparison would say nothing"
-        torch.testing.assert_close(grad, want, rtol=1e-9, atol=1e-10, msg=name)
+    for objective in OBJECTIVES:
+        want = expected.loss(objective)
+        wanted = torch.autograd.grad(want, list(parameters.values()), retain_graph=True)
+        result, rows = fused(draft, batch, head, slots, objective)
+        grads = torch.autograd.grad(result.total, list(parameters.values()))
+        assert abs(float(result.total.detach() - want.detach())) < 1e-10, objective
+        for name, grad, value in zip(parameters, grads, wanted, strict=True):
+            assert value.abs().max() > 1e-6, f"{name} is not trained: nothing would be compared"
+            torch.testing.assert_close(
+                grad, value, rtol=1e-9, atol=1e-10, msg=f"{name} {objective}"
+            )
+
     starts = [sum(len(d.input_ids) for d in documents[:i]) for i in range(len(documents))]
-    expected_ids = {(k, starts[d] + t): token for (d, t, k), token in drafted.items()}
+    drafted = expected.logits.argmax(-1).tolist()
+    ids = {(k, starts[d] + t): i for (d, t, k), i in zip(expected.rows, drafted, strict=True)}
     pairs = zip(rows.tolist(), result.top1.tolist(), strict=True)
-    assert {(k, t): token for (k, t), token in pairs} == expected_ids
+    assert {(k, t): token for (k, t), token in pairs} == ids
+
+
+@pytest.mark.parametrize("choices", [CHOICES[3], CHOICES[7]], ids=str)
+def test_recomputed_steps_give_the_same_gradients(choices: dict) -> None:
+    draft = make_draft(**choices)
+    head = torch.randn(V, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    batch = pack64(make_documents([9, 12], head))
+    slots = supervised_slots(batch, STEPS, draft.t2d, "strict")
+    kept, recomputed = (
+        torch.autograd.grad(
+            fused(draft, batch, head, slots, gradient_checkpointing=again)[0].total,
+            list(draft.parameters()),
+        )
+        for again in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
+
+
+def test_acceptance_of_a_row_without_gradient() -> None:
+    """What evaluation reads: the overlap with the target's whole law, and nothing is trained."""
+    draft = make_draft()
+    head = torch.randn(V, T, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    documents = make_documents([12], head)
+    batch = pack64(documents)
+    with torch.no_grad():
+        expected = naive(draft, documents, head, 1, strict(draft))
+        slots = supervised_slots(batch, 1, draft.t2d, "strict")
+        result = fused(draft, batch, head, slots)[0]
+    overlap = torch.minimum(expected.logits.softmax(-1), expected.law[:, expected.kept]).sum(-1)
+    torch.testing.assert_close(result.acceptance, overlap)
+
+
+def test_acceptance_losses_stay_finite_where_nothing_overlaps() -> None:
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    head = torch.tensor([[400.0, 0.0], [-400.0, 0.0]])
+    teacher_head = torch.tensor([[-400.0, 0.0], [400.0, 0.0]])
+    for objective in OBJECTIVES:
+        result = head_loss(
+            hidden,
+            head,
+            torch.tensor([[1.0, 0.0]]),
+            teacher_head,
+            torch.tensor([400.0]),
+            torch.tensor([0]),
+            torch.ones(1),
+            objective,
+        )
+        assert result.total.isfinite()
+        assert torch.autograd.grad(result.total, hidden)[0].isfinite().all()
 
 
 def test_frozen_head_gives_the_same_state_gradients() -> None:
@@ -181,7 +283,9 @@ def test_frozen_head_gives_the_same_state_gradients() -> None:
 def test_chain_slots_stop_at_gaps_and_at_the_end_of_the_document() -> None:
     mask = torch.tensor([0, 0, 1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
     n = len(mask)
-    document = Document(torch.zeros(n), mask, torch.zeros(n, 3), torch.zeros(n, 3), torch.zeros(n))
+    document = Document(
+        torch.zeros(n), mask, torch.zeros(n, 3), torch.zeros(n, 3), torch.zeros(n), torch.zeros(n)
+    )
     batch = Batch.pack([document, document])
     slots = chain_slots(batch, 3)
     # Step 0 needs x[t+1] and x[t+2], step 1 also x[t+3], step 2 also x[t+4].

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_core.attention import AttentionContext, CacheContext, UnrollContext
 from eagle3_core.checkpoint import LoadedDraft, load_draft, save_draft
 from eagle3_core.config import DraftConfig, default_aux_layer_ids
-from eagle3_core.draft import Eagle3Draft
+from eagle3_core.draft import Eagle3Draft, SplitEmbeddings
 from eagle3_core.errors import UserError
 from eagle3_core.ops import DraftOps, TorchOps
 
@@ -20,6 +20,7 @@ __all__ = [
     "DraftOps",
     "Eagle3Draft",
     "LoadedDraft",
+    "SplitEmbeddings",
     "Target",
     "TorchOps",
     "UnrollContext",

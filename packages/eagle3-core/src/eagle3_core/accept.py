@@ -257,7 +257,8 @@ class AcceptCounts:
     """Acceptance added up over verify rounds, simulated or real; add counts, never averages."""
 
     num_rounds: int
-    accepted: tuple[int, ...]  # [k]: rounds whose drafts 0..k were all accepted
+    # [k]: rounds whose drafts 0..k were all accepted; a fraction where coins were averaged over
+    accepted: tuple[float, ...]
 
     def __add__(self, other: "AcceptCounts") -> "AcceptCounts":
         """Both together; raises ValueError unless both count the same number of positions."""
@@ -297,6 +298,26 @@ def simulated_accept_length(correct: Tensor, counted: Tensor) -> AcceptCounts:
     rounds = counted.all(0)
     joint = correct.long().cumprod(0).bool() & rounds
     return AcceptCounts(int(rounds.sum()), tuple(joint.flatten(1).sum(1).tolist()))
+
+
+def expected_accept_length(offered: Tensor, recorded: Tensor) -> AcceptCounts:
+    """What sampled rounds started in text that the target has drawn accept, averaged over coins.
+
+    However a round is drafted, it emits the target's own law, so a recorded token may stand for
+    what the target draws. A round goes on while the recorded token is a draft that stays; of its
+    last step only the probability that any draft stays is needed, which averages over the coin.
+
+    Drafts chosen without randomness: `offered` is p(children), `recorded` is 1 where the recorded
+    token is a child. A draft drawn from q: `offered` is sum(min(p, q)), and a recorded token x was
+    the draft with probability min(1, q(x) / p(x)).
+
+    Args:
+        offered: [K,R] probability that a draft stays at step k, behind the recorded tokens.
+        recorded: [K,R] probability that step k's recorded token is a draft that stays.
+    """
+    reached = torch.cat([torch.ones_like(recorded[:1]), recorded[:-1]]).double().cumprod(0)
+    accepted = (reached * offered).sum(1)
+    return AcceptCounts(offered.shape[1], tuple(accepted.tolist()))
 
 
 def _leading(keeps: Tensor, num_drafts: Tensor | None) -> Tensor:

@@ -5,9 +5,11 @@ vocabulary. Slot t pairs the target's states at position t with the embedding of
 Parameter names are the names in the checkpoint. `DraftConfig` says what each choice means.
 """
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3_core.attention import AttentionContext
@@ -21,6 +23,33 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
+
+
+@dataclass(frozen=True)
+class SplitProjection:
+    """q, k and v of a layer that sees embeddings, W [e; x] = W_e e + W_x x, with W_e e done.
+
+    P = (nq + 2 nkv) d, the widths of q, k and v together.
+    """
+
+    embedding: Tensor  # [B,S,P] W_e e, and the biases
+    hidden: Tensor  # [P,H] W_x
+
+
+@dataclass(frozen=True)
+class SplitEmbeddings:
+    """What the embeddings give each layer: for whoever runs over the same tokens repeatedly."""
+
+    layers: tuple[SplitProjection | None, ...]  # None: the layer sees no embedding
+
+    def at(self, slots: Tensor) -> "SplitEmbeddings":
+        """Those of the tokens `slots` [R] int64."""
+        return SplitEmbeddings(
+            tuple(
+                None if layer is None else replace(layer, embedding=layer.embedding[:, slots])
+                for layer in self.layers
+            )
+        )
 
 
 class Attention(nn.Module):
@@ -39,11 +68,32 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim) if config.qk_norm else None
 
+    def split(self, e: Tensor) -> SplitProjection:
+        """Normed embeddings [B,S,H] -> their part of the projections."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        # One product for all three.
+        weights: list[Tensor] = [p.weight for p in projections]
+        biases: list[Tensor] = [p.bias for p in projections if p.bias is not None]
+        of_e, of_x = torch.cat(weights).split(e.shape[-1], dim=1)
+        return SplitProjection(F.linear(e, of_e, torch.cat(biases) if biases else None), of_x)
+
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, ops: DraftOps
+        self,
+        x: Tensor,
+        split: SplitProjection | None,
+        cos: Tensor,
+        sin: Tensor,
+        context: AttentionContext,
+        ops: DraftOps,
     ) -> Tensor:
-        """x [B,S,H or 2H] -> [B,S,H]."""
-        q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        """x [B,S,H or 2H], or [B,S,H] beside a `split` -> [B,S,H]."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if split is None:
+            q, k, v = (self._heads(proj(x)) for proj in projections)
+        else:
+            joint = F.linear(x, split.hidden) + split.embedding
+            widths = [p.weight.shape[0] for p in projections]
+            q, k, v = (self._heads(part) for part in joint.split(widths, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm.weight, self.eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.eps)
@@ -83,26 +133,35 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size)
         self.mlp = MLP(config)
 
+    def split(self, e: Tensor, ops: DraftOps) -> SplitProjection | None:
+        """Embeddings [B,S,H] -> their part of the attention's projections, if they have one."""
+        if self.hidden_norm is None:
+            return None
+        return self.self_attn.split(ops.rms_norm(e, self.input_layernorm.weight, self.eps))
+
     def forward(
         self,
-        e: Tensor,
+        e: Tensor | SplitProjection | None,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
         context: AttentionContext,
         ops: DraftOps,
     ) -> Tensor:
-        """e and x [B,S,H] -> [B,S,H]; each residual is added exactly once."""
-        residual = x
+        """e (or what `split` made of it) and x [B,S,H] -> [B,S,H]; no residual is added twice."""
+        residual, split = x, None
         if self.hidden_norm is None:
             attn_in = ops.rms_norm(x, self.input_layernorm.weight, self.eps)
-        else:
+        elif isinstance(e, Tensor):
             attn_in, normed = ops.norm_concat(
                 e, self.input_layernorm.weight, x, self.hidden_norm.weight, self.eps
             )
-            if self.normed_residual:
-                residual = normed
-        attn_out = self.self_attn(attn_in, cos, sin, context, ops)
+            residual = normed if self.normed_residual else x
+        else:
+            split = e
+            attn_in = ops.rms_norm(x, self.hidden_norm.weight, self.eps)
+            residual = attn_in if self.normed_residual else x
+        attn_out = self.self_attn(attn_in, split, cos, sin, context, ops)
         h, mlp_in = ops.add_rms_norm(
             residual, attn_out, self.post_attention_layernorm.weight, self.eps
         )
@@ -191,8 +250,20 @@ class Eagle3Draft(nn.Module):
         """[B,S] target ids -> [B,S,H]."""
         return self.embed_tokens(ids)
 
+    def split_embeddings(self, e: Tensor) -> SplitEmbeddings:
+        """[B,S,H] -> what `forward` takes in place of e: equal up to the order of additions."""
+        splits: list[SplitProjection | None] = []
+        for layer in self.layers:
+            assert isinstance(layer, DraftLayer)
+            splits.append(layer.split(e, self.ops))
+        return SplitEmbeddings(tuple(splits))
+
     def forward(
-        self, e: Tensor, x: Tensor, position_ids: Tensor, context: AttentionContext
+        self,
+        e: Tensor | SplitEmbeddings,
+        x: Tensor,
+        position_ids: Tensor,
+        context: AttentionContext,
     ) -> Tensor:
         """e, x [B,S,H], position_ids [B,S] -> h [B,S,H], before the final norm."""
         if context.sliding_window != self.config.sliding_window:
@@ -201,8 +272,9 @@ class Eagle3Draft(nn.Module):
                 f"the draft {self.config.sliding_window}"
             )
         cos, sin = self._rotary[0].to(x.device)(x, position_ids)
-        for layer in self.layers:
-            x = layer(e, x, cos, sin, context, self.ops)
+        inputs = e.layers if isinstance(e, SplitEmbeddings) else [e] * len(self.layers)
+        for layer, own in zip(self.layers, inputs, strict=True):
+            x = layer(own, x, cos, sin, context, self.ops)
         return x
 
     def logits(self, h: Tensor) -> Tensor:

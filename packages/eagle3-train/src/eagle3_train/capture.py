@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from eagle3_core import UserError, default_aux_layer_ids
 from eagle3_core.target import Target, capture_boundaries, capture_final
 from eagle3_train.data.mask import Example
 from eagle3_train.display import display
 from eagle3_train.order import share
+from eagle3_train.placement import is_sliced
 from eagle3_train.processes import Processes
 from eagle3_train.store import (
     Sample,
@@ -49,6 +51,7 @@ class Capturer:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._target, self._dtype = target, dtype
+        self._weight = _whole_head(target)
         ids = default_aux_layer_ids(target.num_layers) if aux_layer_ids is None else aux_layer_ids
         if not ids:
             raise UserError("capture.aux_layer_ids is empty, expected at least one boundary id")
@@ -57,19 +60,25 @@ class Capturer:
             num_target_layers=target.num_layers,
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            head_digest=head_digest(target.lm_head.detach()),
+            head_digest=head_digest(self._weight),
             aux_layer_ids=tuple(sorted(ids)),
             compute_dtype=str(target.model.dtype).removeprefix("torch."),
             dtype=str(dtype).removeprefix("torch."),
         )
         with capture_boundaries(target.model, ids):
             pass  # refuses bad ids
-        _check_plain_head(target)
-        self._head = target.lm_head.detach().float()
+        _check_plain_head(target, self._weight)
+        self._head = self._weight.float()
+        self._input_device = _input_device(target)
 
     def head(self) -> Tensor:
         """[V,T] the target's lm_head weight, in the dtype of its arithmetic."""
-        return self._target.lm_head.detach().cpu()
+        return self._weight.cpu()
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether every process has to run the same batches."""
+        return is_sliced(self._target)
 
     @torch.no_grad()
     def run(self, examples: Sequence[Example]) -> tuple[list[Sample], Tensor]:
@@ -89,8 +98,9 @@ class Capturer:
             capture_final(model) as last,
         ):
             # Padding stands to the right, where causality hides it: no mask is needed.
-            model.get_decoder()(input_ids=ids.to(self._head.device), use_cache=False)
-            aux, final = torch.cat(boundaries.states(), dim=-1), last.states()[0]
+            model.get_decoder()(input_ids=ids.to(self._input_device), use_cache=False)
+            final = last.states()[0].to(self._head.device)
+            aux = torch.cat([state.to(final.device) for state in boundaries.states()], dim=-1)
         if self._dtype == fp8.DTYPE:  # what a store of that dtype gives back
             aux, final = fp8.rounded(aux, self.meta.hidden_size), final.to(torch.bfloat16)
         else:
@@ -141,19 +151,19 @@ class OnlineFeatures:
     """What `FeatureStore` is, with the target at hand instead of a disk: nothing is kept."""
 
     def __init__(self, capturer: Capturer, examples: Sequence[Example]) -> None:
-        self._capturer, self._examples = capturer, examples
+        self._capturer, self.examples = capturer, examples
         self.meta = capturer.meta
         self.lengths: Sequence[int] = [len(example.input_ids) for example in examples]
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._capturer.run([self._examples[index]])[0][0]
+        return self._capturer.run([self.examples[index]])[0][0]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """input_ids [S] int64 and loss_mask [S] bool of a sample, without its states."""
-        example = self._examples[index]
+        example = self.examples[index]
         return example.input_ids, example.loss_mask
 
     def head(self) -> Tensor:
@@ -200,11 +210,17 @@ def capture(
     processes.wait()  # all know the same samples before one of them adds any
     missing = [example for key, example in unique.items() if key not in writer]
     lengths = [len(example.input_ids) for example in missing]
-    mine = share(range(len(missing)), lengths, processes.count)[processes.rank]
+    if capturer.is_sliced:  # all read everything, one writes
+        mine = list(range(len(missing)))
+    else:
+        mine = share(range(len(missing)), lengths, processes.count)[processes.rank]
+    writes = processes.is_main or not capturer.is_sliced
     captured = 0
     with writer, display("capture", len(mine), progress) as bar:
         for batch in batches([missing[i] for i in mine], batch_tokens):
-            writer.add(*capturer.run(batch))
+            samples, mass = capturer.run(batch)
+            if writes:
+                writer.add(samples, mass)
             captured += len(batch)
             bar.update(captured)
     processes.wait_long()
@@ -235,16 +251,36 @@ def asked_positions(loss_mask: Tensor) -> Tensor:
     return asked
 
 
+def _whole_head(target: Target) -> Tensor:
+    """[V,T] on one device, whatever the placement."""
+    weight = target.lm_head.detach()
+    if isinstance(weight, DTensor):
+        return weight.full_tensor()
+    if weight.is_meta:
+        raise UserError(
+            f"target {target.name}: no room for its lm_head on a device; use more devices, or "
+            "capture.placement tensor_parallel"
+        )
+    return weight
+
+
+def _input_device(target: Target) -> torch.device:
+    weight = target.model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    # An embedding that accelerate keeps elsewhere fetches its input itself.
+    return torch.device("cpu") if weight.is_meta else weight.device
+
+
 @torch.no_grad()
-def _check_plain_head(target: Target) -> None:
+def _check_plain_head(target: Target, weight: Tensor) -> None:
     """Teacher probabilities are recomputed from state and head alone: nothing may follow them."""
     head = target.model.get_output_embeddings()
-    ids = torch.arange(min(16, target.vocab_size), device=target.lm_head.device)[None]
+    ids = torch.arange(min(16, target.vocab_size), device=_input_device(target))[None]
     with capture_final(target.model) as last:
         logits = target.model(input_ids=ids, use_cache=False).logits
-        expected = last.states()[0] @ target.lm_head.T
+        expected = last.states()[0].to(weight.device) @ weight.T
     if getattr(head, "bias", None) is not None or not torch.allclose(
-        logits.float(), expected.float(), rtol=1e-3, atol=1e-3
+        logits.to(weight.device).float(), expected.float(), rtol=1e-3, atol=1e-3
     ):
         raise UserError(
             f"target {target.name}: its logits are not its lm_head times its last state (a bias, "

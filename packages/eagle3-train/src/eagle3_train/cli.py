@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+
 from eagle3_core import UserError
 from eagle3_train.config import TrainConfig, load_config
 from eagle3_train.launch import is_worker, launch, report_error
@@ -16,7 +18,7 @@ _STAGES = {
     "regenerate": "let the target answer regenerate.prompts into OUT/regenerated.jsonl",
     "capture": "run the target over the data once and store its states in OUT/features",
     "fit": "train the draft into OUT/draft; continues an interrupted run",
-    "eval": "simulated accept length of the draft on the held-out data",
+    "eval": "simulated accept lengths of the draft on the held-out data, into OUT/eval.json",
 }
 _PARALLEL = ("capture", "fit")  # stages that share their work among processes
 _INTERRUPTED = 130
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.stage in _PARALLEL and options.num_processes > 1 and not is_worker():
             return launch(argv, options.num_processes)
-        return _finish(_run(options, config, argv), options.json)
+        return _finish(_run(options, config, argv), options)
     except UserError as error:
         report_error(f"eagle3-train {options.stage}: {error}")
         return 2
@@ -104,10 +106,14 @@ def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) 
     return stages.run_eval(config, options.draft)
 
 
-def _finish(result: dict[str, Any], as_json: bool) -> int:
+def _finish(result: dict[str, Any], options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
-        if as_json:
+        if options.json:
             print(json.dumps(result))
+        elif options.stage == "eval":
+            from eagle3_train.tables import eval_table  # noqa: PLC0415 - see `_run`
+
+            Console(highlight=False).print(eval_table(result))
         else:
             for name, value in result.items():
                 print(f"{name}: {_readable(value)}")

@@ -4,10 +4,10 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from eagle3_core import UserError
@@ -15,7 +15,9 @@ from eagle3_core.config import AuxNorm, Feedback, LayerInput, Residual
 
 Dtype = Literal["float32", "bfloat16"]
 StoreDtype = Literal["float32", "bfloat16", "float8_e4m3"]
+Placement = Literal["single", "device_map", "tensor_parallel"]
 LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
+LossTerm = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 Tracker = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -57,6 +59,7 @@ class CaptureConfig(Section):
     """The target's states for every sample."""
 
     mode: Literal["offline", "online"] = "offline"
+    placement: Placement = "single"  # where a target goes that does not fit one device
     dtype: Dtype = "float32"  # of the target's arithmetic
     store_dtype: StoreDtype = "bfloat16"  # of the states on disk
     aux_layer_ids: list[int] | None = None  # boundary ids; none = 2, n//2, n-3
@@ -82,11 +85,28 @@ class DraftSection(Section):
     init: Literal["random", "least_squares"] = "random"  # where the weights start
 
 
+class TttRamp(Section):
+    """The unroll grows from `start` steps to `ttt_length`, evenly over `share` of the run."""
+
+    start: Count = 1
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+
+def _weights_of(loss: object) -> object:
+    """The name of one term is that term alone."""
+    return {loss: 1.0} if isinstance(loss, str) else loss
+
+
+Loss = Annotated[dict[LossTerm, Positive], Field(min_length=1), BeforeValidator(_weights_of)]
+
+
 class FitConfig(Section):
     """The training loop. Sizes are of the whole step: all processes together."""
 
     ttt_length: Count = 5  # T, steps of the unroll
     step_weight: Positive = 0.8  # the loss of step k weighs step_weight ** k
+    ttt_ramp: TttRamp | None = None
+    loss: Loss = {"soft_ce": 1.0}  # one term's name, or terms with weights
     loss_convention: LossConvention = "strict"
     batch_tokens: Count = 4096  # tokens of one optimiser step
     micro_batch_tokens: Count = 2048  # tokens of one forward and backward pass
@@ -99,17 +119,29 @@ class FitConfig(Section):
     warmup_ratio: Fraction = 0.03
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     dtype: Dtype = "float32"  # bfloat16 = autocast; weights and optimiser stay float32
+    gradient_checkpointing: bool = False  # keep less of each unroll step and run it twice
     train_embeddings: bool = False
     train_head: bool = True
     save_every: Count | None = None  # steps between checkpoints; none = only the end
     keep: Count = 2  # checkpoints kept
     trackers: list[Tracker] = []  # beside metrics.jsonl
 
+    @model_validator(mode="after")
+    def _ramp_starts_below(self) -> Self:
+        if self.ttt_ramp is not None and self.ttt_ramp.start > self.ttt_length:
+            raise ValueError(
+                f"ttt_ramp.start is {self.ttt_ramp.start}, expected at most ttt_length "
+                f"{self.ttt_length}"
+            )
+        return self
+
 
 class EvalConfig(Section):
     """The simulated accept length on held-out samples."""
 
-    num_speculative_tokens: Count = 5  # K
+    num_speculative_tokens: Count = 5  # K, of a chain and of a tree's depth
+    topk: Count = 4  # children of a tree's node, and nodes expanded at every depth
+    num_verify_tokens: Annotated[int, Field(ge=2)] = 16  # of a tree, root included
     every: Count | None = None  # steps between evaluations during fit; none = only `eval`
     batch_tokens: Count = 4096
 
@@ -211,7 +243,7 @@ def _apply_override(values: dict[str, Any], text: str) -> str:
 def _describe(error: ValidationError, path: str, overridden: Sequence[str]) -> str:
     errors = error.errors(include_url=False)
     first = errors[0]
-    key = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     from_override = any(name == key or name.startswith(key + ".") for name in overridden)
     where = f"override {key}" if from_override else f"{path}: {key}"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
@@ -230,6 +262,8 @@ def _problem(error: ErrorDetails) -> str:
     if error["type"] == "model_type":
         names = _known_keys(error["loc"])
         return f"found {error['input']!r}, expected a section with keys such as {names[0]}"
+    if error["type"] == "value_error":  # a rule between several keys
+        return error["msg"].removeprefix("Value error, ")
     message = error["msg"].removeprefix("Input should be ")
     message = re.sub(r"^(List|String|Value) should have ", "", message)
     return f"found {error['input']!r}, expected {message}"
@@ -239,7 +273,6 @@ def _known_keys(section: Sequence[int | str]) -> list[str]:
     model: type[BaseModel] = TrainConfig
     for name in section:
         annotation = model.model_fields[str(name)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
+        options = get_args(annotation) or (annotation,)  # a section, or a section or none
+        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     return list(model.model_fields)

@@ -186,9 +186,11 @@ class StepTable:
 
     def _means(self, key: str) -> list[float | None]:
         """For each step of the unroll; None where no step had a value."""
-        found = [metrics[key] for metrics in self._recent if metrics[key] is not None]
+        length = len(self._recent[-1]["loss_per_step"])  # a growing unroll had fewer before
+        values = [metrics[key] for metrics in self._recent]
+        found = [value for value in values if value is not None and len(value) == length]
         if not found:
-            return [None] * len(self._recent[-1]["loss_per_step"])
+            return [None] * length
         return [sum(column) / len(column) for column in zip(*found, strict=True)]
 
 

@@ -7,6 +7,7 @@ from eagle3_core import Eagle3Draft
 from eagle3_train.config import Dtype, FitConfig, LossConvention
 from eagle3_train.evaluate import run_slots
 from eagle3_train.metrics import StepCounts
+from eagle3_train.objective import Objective
 from eagle3_train.ttt import Batch
 
 
@@ -19,6 +20,8 @@ class Distillation(nn.Module):
         super().__init__()
         self.draft = draft
         self.dtype: Dtype = fit.dtype
+        self.objective = Objective(**fit.loss)
+        self.gradient_checkpointing = fit.gradient_checkpointing
         self.register_buffer("teacher_head", teacher_head, persistent=False)
 
     def forward(
@@ -30,7 +33,14 @@ class Distillation(nn.Module):
             assert isinstance(zero, Tensor)
             return zero, StepCounts.zeros(len(slots))
         result, counts = run_slots(
-            self.draft, batch, slots, self.teacher_head, step_weights, self.dtype
+            self.draft,
+            batch,
+            slots,
+            self.teacher_head,
+            step_weights,
+            self.dtype,
+            self.objective,
+            self.gradient_checkpointing,
         )
         return result.total, counts
 

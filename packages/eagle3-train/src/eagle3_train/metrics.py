@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core.accept import AcceptCounts, simulated_accept_length
-from eagle3_train.loss import HeadLoss
+from eagle3_train.ops.head_loss import HeadLoss
 from eagle3_train.ttt import Batch, chain_slots
 
 # What the clock and the machine decide: different in two runs that are otherwise the same.

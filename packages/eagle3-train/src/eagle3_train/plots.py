@@ -144,11 +144,13 @@ def over_steps(rows: Sequence[Row], key: str, label: str) -> Line:
 
 
 def per_position(rows: Sequence[Row], key: str) -> list[Line]:
-    """A line for each entry of a list-valued metric."""
+    """A line for each entry of a list-valued metric, which may grow longer during the run."""
     found = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-    width = len(found[0][1]) if found else 0
-    steps = [step for step, _ in found]
-    return [Line(f"k = {k}", steps, [values[k] for _, values in found]) for k in range(width)]
+    lines = []
+    for k in range(max((len(values) for _, values in found), default=0)):
+        points = [(step, values[k]) for step, values in found if k < len(values)]
+        lines.append(Line(f"k = {k}", [x for x, _ in points], [y for _, y in points]))
+    return lines
 
 
 def _axes() -> tuple[Figure, Axes]:

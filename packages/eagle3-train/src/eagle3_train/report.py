@@ -21,16 +21,9 @@ from eagle3_train.plots import (
     over_steps,
     per_position,
 )
+from eagle3_train.simulate import LAWS
 
 NAME = "report.html"
-# What `eval` simulates, in the words of a table.
-LAWS = {
-    "greedy_chain": "greedy, chain",
-    "greedy_tree": "greedy, tree",
-    "sampled_chain": "T = 1, chain",
-    "drawn_chain": "T = 1, drawn chain",
-    "sampled_tree": "T = 1, tree",
-}
 _BINS = 40
 _LAST = 0.1  # of the steps: what the training numbers of the page average over
 
@@ -342,7 +335,8 @@ def _datasets(held_out: Mapping[str, Any]) -> str:
     return (
         f"<p>Accept lengths, simulated on {held_out['samples']:,} samples with "
         f"{held_out['num_speculative_tokens']} drafted tokens in a chain and trees of that depth "
-        f"({held_out['topk']} children, {held_out['num_verify_tokens']} verified tokens).</p>"
+        f"({held_out['topk']} children, {held_out['num_verify_tokens']} verified "
+        "tokens); T = 1 takes the answers for what the target drew.</p>"
         f'<div class="card"><table><tr><th>data</th><th>rounds</th>{head}</tr>{body}</table></div>'
     )
 
@@ -396,6 +390,7 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
 
 def _means(rows: Sequence[Row], key: str) -> list[float]:
     found = [row[key] for row in rows if row.get(key) is not None]
+    found = [values for values in found if len(values) == len(found[-1])]  # the unroll may grow
     return [sum(column) / len(found) for column in zip(*found, strict=True)]
 
 

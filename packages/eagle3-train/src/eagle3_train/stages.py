@@ -11,12 +11,12 @@ from torch import Tensor
 
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.checkpoint.write import check_destination
-from eagle3_core.packed import is_packing_available, pack_linears
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target
+from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
-from eagle3_train.config import Dtype, TrainConfig
+from eagle3_train.config import TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
     Example,
@@ -27,9 +27,10 @@ from eagle3_train.data import (
     prepared_from,
     show,
 )
-from eagle3_train.display import console
+from eagle3_train.display import console, display
 from eagle3_train.evaluate import evaluate
 from eagle3_train.outputs import check_outputs
+from eagle3_train.placement import place_target
 from eagle3_train.processes import Processes
 from eagle3_train.provenance import (
     changed_inputs,
@@ -43,6 +44,7 @@ from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.report import NAME as REPORT
 from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
+from eagle3_train.simulate import Simulated, Simulator
 from eagle3_train.store import FeatureStore, remove_damaged
 from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
@@ -99,7 +101,7 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
     if finished is not None and not changed_inputs(finished, inputs):
         console.print(f"{output} is complete", markup=False)
         return {"output": str(output), "answered": 0}
-    target = _reader(config.target, section.dtype)
+    target = place_target(config.target, _DTYPES[section.dtype], "single", Processes())
     template = _template(config, target)
     if finished is not None and _answers_in_another_way(finished, inputs):
         _set_aside(output, record, changed_inputs(finished, inputs))
@@ -151,7 +153,7 @@ def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
         if current:
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
-        target = target or _reader(config.target, config.capture.dtype)
+        target = target or _reader(config, processes)
         done = _capture_split(config, split, target, processes)
         result[split] = {"output": str(folder), **vars(done)}
     return result
@@ -181,6 +183,7 @@ def _capture_split(
         capturer, prepared.examples, folder, batch_tokens=batch_tokens, processes=processes
     )
     if processes.is_main:
+        write_json(_sources_file(config, split), {"sources": _origins(prepared.examples)})
         record_inputs(record, inputs)
     return done
 
@@ -239,26 +242,54 @@ def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def run_eval(config: TrainConfig, draft_folder: str | None) -> dict[str, Any]:
-    """The simulated accept length of OUT/draft (or another) on the held-out samples."""
+    """Accept lengths of OUT/draft (or another), simulated on the held-out samples: OUT/eval.json.
+
+    Another draft's are only returned.
+    """
+    section = config.eval
+    tree = _tree_shape(config)
     store = _features(config, "eval")
     folder = Path(draft_folder) if draft_folder else config.out / "draft"
     loaded = load_draft(folder)
     _check_belongs(loaded.config, folder, store)
-    kept = loaded.draft.to_target_ids(torch.arange(loaded.config.draft_vocab_size))
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    draft, head = loaded.draft.to(device), store.head().float().to(device)
+    simulator = Simulator(draft, head, tree)
+    datasets: dict[str, Simulated] = {}
+    with display("eval", len(store)) as bar:
+        for done, name in enumerate(_sources(config, "eval", store)):
+            found = simulator.run(store[done])
+            datasets[name] = datasets[name] + found if name in datasets else found
+            bar.update(done + 1)
     counts = evaluate(
-        loaded.draft,
+        draft,
         store,
         range(len(store)),
-        store.head()[kept].float(),
-        config.eval.num_speculative_tokens,
-        config.eval.batch_tokens,
+        simulator.kept_head,
+        section.num_speculative_tokens,
+        section.batch_tokens,
     )
-    return {
+    result = {
         "draft": str(folder),
         "samples": len(store),
-        "num_speculative_tokens": config.eval.num_speculative_tokens,
+        "num_speculative_tokens": section.num_speculative_tokens,
+        "topk": section.topk,
+        "num_verify_tokens": section.num_verify_tokens,
         **counts.summary(),
+        "datasets": [{"name": name, **found.summary()} for name, found in datasets.items()],
     }
+    if draft_folder is None:
+        write_json(config.out / "eval.json", result)
+        write_report(config.out)
+    return result
+
+
+def _tree_shape(config: TrainConfig) -> TreeShape:
+    section = config.eval
+    try:
+        return TreeShape(section.num_speculative_tokens, section.topk, section.num_verify_tokens)
+    except ValueError as error:
+        raise UserError(f"eval.{error}") from None
 
 
 def new_draft(config: TrainConfig, store: Features) -> Eagle3Draft:
@@ -367,19 +398,27 @@ def _template_arguments(config: TrainConfig) -> dict[str, Any]:
     return {"template_arguments": arguments} if arguments else {}
 
 
-def _reader(name: str, dtype: Dtype) -> Target:
-    """A target that only reads and answers: on a CPU its linears are packed."""
-    target = load_target(name, _DTYPES[dtype])
-    if is_packing_available():
-        pack_linears(target.model)
-    return target
-
-
 def _template(config: TrainConfig, target: Target) -> ChatTemplate:
     data = config.data
     return ChatTemplate(
         target.tokenizer, data.chat_template, target.eos_token_ids, data.template_arguments
     )
+
+
+def _reader(config: TrainConfig, processes: Processes) -> Target:
+    section = config.capture
+    return place_target(config.target, _DTYPES[section.dtype], section.placement, processes)
+
+
+def _online_processes(config: TrainConfig) -> Processes:
+    processes = Processes()
+    if config.capture.placement == "tensor_parallel":
+        # Each process trains on its own samples; the parts of a target have to read the same ones.
+        raise UserError(
+            "capture.placement is tensor_parallel with capture.mode online, expected offline: "
+            "run eagle3-train capture, then fit"
+        )
+    return processes
 
 
 def _capturer(config: TrainConfig, target: Target) -> Capturer:
@@ -393,10 +432,27 @@ def _feature_paths(config: TrainConfig, split: str) -> tuple[Path, Path]:
     return folder, folder.with_name(f"{split}.inputs.json")
 
 
+def _sources_file(config: TrainConfig, split: str) -> Path:
+    """Which file each captured sample came from, in their order."""
+    return config.out / "features" / f"{split}.sources.json"
+
+
+def _origins(examples: Sequence[Example]) -> list[str]:
+    return [example.where.rpartition(":")[0] for example in examples]
+
+
+def _sources(config: TrainConfig, split: str, store: Features) -> list[str]:
+    """[samples]: the file or data set of each; one name for all if the capture did not say."""
+    if isinstance(store, OnlineFeatures):
+        return _origins(store.examples)
+    found = recorded_inputs(_sources_file(config, split)) or {}
+    return found.get("sources") or [f"data.{split}"] * len(store)
+
+
 def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, Any]:
     return {
         "target": config.target,
-        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode"}),
+        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode", "placement"}),
         "data": {
             **config.data.model_dump(include={"max_length", "chat_template"}),
             **_template_arguments(config),
@@ -411,7 +467,7 @@ def _features(config: TrainConfig, split: str) -> Features:
     if sources is None:
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
-        target = _reader(config.target, config.capture.dtype)
+        target = _reader(config, _online_processes(config))
         prepared = _prepare(config, split, sources, target, _template(config, target))
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)

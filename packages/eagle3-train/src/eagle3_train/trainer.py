@@ -27,7 +27,7 @@ from eagle3_train.resume import (
     newest_checkpoint,
     save_checkpoint,
 )
-from eagle3_train.schedule import learning_rate_factor
+from eagle3_train.schedule import learning_rate_factor, unroll_length
 from eagle3_train.strategies import make_strategy
 from eagle3_train.trackers import Sink, open_sinks
 from eagle3_train.ttt import Batch, supervised_slots
@@ -154,22 +154,23 @@ class Trainer:
         fit, processes = self.fit, self.processes
         batches = next(self.batches)
         waited = time.monotonic() - began
+        # The middle of the step, so that neither the first nor the last is spent at a rate of 0.
+        middle = (self.progress.step + 0.5) / len(self.steps)
+        length = unroll_length(fit, middle)
         t2d = self.draft.t2d if self.draft.config.is_pruned else None
-        slots = [supervised_slots(b, fit.ttt_length, t2d, fit.loss_convention) for b in batches]
-        counted = torch.zeros(fit.ttt_length, dtype=torch.float64)
+        slots = [supervised_slots(b, length, t2d, fit.loss_convention) for b in batches]
+        counted = torch.zeros(length, dtype=torch.float64)
         for s in slots:
             counted += s.sum(1)
         shared = [sum(map(len, batches)), sum(int(b.loss_mask.sum()) for b in batches), bool(asked)]
         shared = torch.tensor(shared, dtype=torch.float64)
         *counted, tokens, supervised, stop = processes.sum(torch.cat([counted, shared])).tolist()
         counted = torch.tensor(counted, dtype=torch.float64)
-        weights = fit.step_weight ** torch.arange(fit.ttt_length, dtype=torch.float64)
+        weights = fit.step_weight ** torch.arange(length, dtype=torch.float64)
         weights = (weights / normaliser(fit.loss_convention, counted, int(tokens))).float()
 
         work = list(zip(batches, slots, strict=True))
         loss, counts = self._sum(*self.strategy.backward(work, weights))
-        # The middle of the step, so that neither the first nor the last is spent at a rate of 0.
-        middle = (self.progress.step + 0.5) / len(self.steps)
         rate = fit.learning_rate * learning_rate_factor(fit, middle)
         norm = self._update(rate, bool(counted.sum()))
         seconds = time.monotonic() - began

@@ -6,11 +6,13 @@ from step k-1, stands at position t+k and predicts x[t+2+k]; its teacher is the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from eagle3_core import Eagle3Draft
+from eagle3_core import AttentionContext, Eagle3Draft, SplitEmbeddings
 from eagle3_train.attention import PackedUnroll
 from eagle3_train.config import LossConvention
 from eagle3_train.store import Sample
@@ -25,6 +27,7 @@ class Batch:
     aux: Tensor  # [S,A·T]
     final: Tensor  # [S,T]
     argmax: Tensor  # [S] int64
+    logz: Tensor  # [S]
     position_ids: Tensor  # [S] int64
     remaining: Tensor  # [S] int64: tokens of the document that follow
     lengths: tuple[int, ...]
@@ -41,6 +44,7 @@ class Batch:
             aux=torch.cat([s.aux for s in samples]).float(),
             final=torch.cat([s.final for s in samples]).float(),
             argmax=torch.cat([s.argmax for s in samples]).long(),
+            logz=torch.cat([s.logz for s in samples]).float(),
             position_ids=positions,
             remaining=ends - positions,
             lengths=lengths,
@@ -98,16 +102,21 @@ def supervised_slots(
     return slots & torch.stack([batch.ahead(drafted, 1 + k) for k in range(steps)])
 
 
-def unroll(draft: Eagle3Draft, batch: Batch, slots: Tensor) -> Tensor:
+def unroll(
+    draft: Eagle3Draft, batch: Batch, slots: Tensor, gradient_checkpointing: bool = False
+) -> Tensor:
     """Run the draft over `slots` [K,S] bool; a slot runs at step k while it counts at k or later.
+
+    `gradient_checkpointing` keeps each step's input and keys alone, and runs it twice.
 
     Returns:
         [N,H] states before the final norm, in the order of `slots.nonzero()`.
     """
     device = batch.aux.device
     running = slots.flip(0).cummax(0).values.flip(0)
-    context = PackedUnroll(batch.lengths, draft.config.sliding_window)
-    e = draft.embed(batch.input_ids.to(device))
+    keys = PackedUnroll(batch.lengths, draft.config.sliding_window)
+    # All steps see the same tokens, one further each step.
+    split = draft.split_embeddings(draft.embed(batch.input_ids.to(device)[None]))
     x = draft.project(batch.aux[None])
     # All slots at step 0: later ones see their keys.
     at, kept, states = torch.arange(len(batch)), None, []
@@ -118,10 +127,22 @@ def unroll(draft: Eagle3Draft, batch: Batch, slots: Tensor) -> Tensor:
             if not len(at):
                 break
             x = x[:, kept.to(device)]
-        context.start_step(at.to(device), None if kept is None else kept.to(device))
         tokens = (at + 1 + k).clamp(max=len(batch) - 1).to(device)
-        positions = batch.position_ids[at].to(device) + k
-        h = draft(e[tokens][None], x, positions[None], context)
+        positions = batch.position_ids[at][None].to(device) + k
+        step = partial(_step, draft, split, tokens, positions, keys.step(at, kept, device))
+        h = checkpoint(step, x, use_reentrant=False) if gradient_checkpointing else step(x)
+        assert isinstance(h, Tensor)
         states.append(h[0, slots[k][at].to(device)])
         x = draft.feedback(h)
     return torch.cat(states)
+
+
+def _step(
+    draft: Eagle3Draft,
+    split: SplitEmbeddings,
+    tokens: Tensor,
+    positions: Tensor,
+    context: AttentionContext,
+    x: Tensor,
+) -> Tensor:
+    return draft(split.at(tokens), x, positions, context)

@@ -85,8 +85,8 @@ def checksum(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
     """CRC-32 of the stored bytes of one sample."""
     crc = 0
     for name in names:
-        flat = tensors[name].contiguous().flatten().view(torch.uint8)
-        crc = zlib.crc32(memoryview(flat.numpy()), crc)
+        stored: Any = tensors[name].contiguous().flatten().view(torch.uint8).numpy()
+        crc = zlib.crc32(stored, crc)
     return crc
 
 
