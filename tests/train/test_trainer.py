@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.vocab import vocab_map
-from eagle3_train.config import TrainConfig
+from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.distill import normaliser
 from eagle3_train.metrics import MEASURED
 from eagle3_train.schedule import learning_rate_factor, unroll_length
@@ -62,13 +62,17 @@ def draft() -> Eagle3Draft:
     return built
 
 
-def trainer(out: Path, samples: Documents | None = None, **fit: Any) -> Trainer:
+def trainer(
+    out: Path, samples: Documents | None = None, strategy: StrategyName = "ddp", **fit: Any
+) -> Trainer:
     fit = {"ttt_length": 3, "batch_tokens": 64, "micro_batch_tokens": 32, "epochs": 2} | fit
     config = TrainConfig.model_validate(
         {"output": str(out), "target": "chain", "fit": fit, "eval": {"num_speculative_tokens": 3}}
     )
     identity = {"fit": config.fit.model_dump()}
-    return Trainer(config, draft(), samples or documents(24), documents(4, 100), head(), identity)
+    samples = documents(24) if samples is None else samples
+    held_out = documents(4, 100)
+    return Trainer(config, draft(), samples, held_out, head(), identity, strategy=strategy)
 
 
 def steady(path: Path) -> list[dict[str, Any]]:

@@ -5,13 +5,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from eagle3_core import UserError
-from eagle3_train.config import TrainConfig, load_config
-from eagle3_train.launch import is_worker, launch, report_error
+from eagle3_train.config import StrategyName, TrainConfig, load_config
+from eagle3_train.fleet import Machine
+from eagle3_train.launch import follow_parent, is_worker, launch, report_error
+from eagle3_train.slurm import adopt_step, in_step
 
 _STAGES = {
     "prepare": "show what the data becomes: one example coloured, counts, rows left out",
@@ -41,11 +43,14 @@ def build_parser() -> argparse.ArgumentParser:
             "--json", action="store_true", help="print one JSON object on stdout and nothing else"
         )
         if name in _PARALLEL:
-            command.add_argument(
-                "--num-processes", type=int, default=1, metavar="P", help="on this machine"
-            )
+            _add_process_options(command)
         if name == "fit":
-            command.add_argument("--strategy", choices=["ddp"], default="ddp")
+            command.add_argument(
+                "--strategy",
+                choices=get_args(StrategyName),
+                default="ddp",
+                help="how weights and optimiser are spread over processes",
+            )
         if name == "capture":
             command.add_argument(
                 "--verify", action="store_true", help="read the stored states; replace bad shards"
@@ -55,14 +60,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_process_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--num-processes", type=int, default=1, metavar="P", help="on this machine"
+    )
+    command.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="machines; each starts this command"
+    )
+    command.add_argument(
+        "--node-rank", type=int, default=0, metavar="R", help="of this machine, from 0"
+    )
+    command.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="where the machine of --node-rank 0 listens"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     options = _parse(argv)
     try:
         config = load_config(options.config, options.overrides)
-        if options.stage in _PARALLEL and options.num_processes > 1 and not is_worker():
-            return launch(argv, options.num_processes)
+        if options.stage in _PARALLEL and (status := _start_processes(options, argv)) is not None:
+            return status
         return _finish(_run(options, config, argv), options)
     except UserError as error:
         report_error(f"eagle3-train {options.stage}: {error}")
@@ -83,9 +103,53 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides += rest
-    if options.stage in _PARALLEL and options.num_processes < 1:
-        parser.error(f"--num-processes is {options.num_processes}, expected 1 or more")
+    for name in ("num_processes", "nodes") if options.stage in _PARALLEL else ():
+        if (value := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
     return options
+
+
+def _start_processes(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
+    """The exit status of the processes that train; None = this process is the one, or one of them.
+
+    Raises:
+        UserError: options that contradict each other, or machines that do not meet.
+    """
+    alone = options.num_processes == options.nodes == 1
+    if alone:
+        adopt_step()
+    if is_worker():
+        follow_parent()
+        return None
+    machine = _machine(options)
+    if alone:
+        return None
+    if options.nodes == 1 and in_step():
+        raise UserError(
+            f"--num-processes {options.num_processes} in each task of a SLURM step would be as "
+            "many runs; leave it out and let srun start a task a process, or add --nodes, "
+            "--node-rank and --rendezvous with a task a machine"
+        )
+    command = [sys.executable, "-m", "eagle3_train", *argv]
+    return launch(command, options.num_processes, machine)
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    if not 0 <= options.node_rank < options.nodes:
+        raise UserError(
+            f"--node-rank is {options.node_rank}, expected 0 to {options.nodes - 1}, below --nodes"
+        )
+    if options.nodes == 1:
+        if options.rendezvous is not None:
+            raise UserError("--rendezvous without --nodes, expected --nodes 2 or more")
+        return Machine()
+    host, _, port = (options.rendezvous or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(
+            f"--rendezvous is {options.rendezvous}, expected HOST:PORT of the machine of "
+            "--node-rank 0, the same on all machines"
+        )
+    return Machine(options.nodes, options.node_rank, host, int(port))
 
 
 def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
@@ -102,7 +166,7 @@ def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) 
     if options.stage == "capture":
         return stages.run_capture(config, options.verify)
     if options.stage == "fit":
-        return stages.run_fit(config, ["eagle3-train", *argv])
+        return stages.run_fit(config, ["eagle3-train", *argv], options.strategy)
     return stages.run_eval(config, options.draft)
 
 

@@ -18,6 +18,7 @@ StoreDtype = Literal["float32", "bfloat16", "float8_e4m3"]
 Placement = Literal["single", "device_map", "tensor_parallel"]
 LossConvention = Literal["strict", "specforge", "speculators", "eagle"]
 LossTerm = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
+StrategyName = Literal["ddp", "fsdp2", "zero2", "zero3"]
 Tracker = Literal["tensorboard", "wandb"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -112,12 +113,14 @@ class FitConfig(Section):
     micro_batch_tokens: Count = 2048  # tokens of one forward and backward pass
     epochs: Count = 1
     max_steps: Count | None = None  # ends sooner than `epochs` would
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 1e-4
     betas: list[Fraction] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     weight_decay: NonNegative = 0.0
     clip_norm: Positive = 0.5
     warmup_ratio: Fraction = 0.03
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay_ratio: Fraction = 0.2  # of the run, at its end, where `wsd` decays
     dtype: Dtype = "float32"  # bfloat16 = autocast; weights and optimiser stay float32
     gradient_checkpointing: bool = False  # keep less of each unroll step and run it twice
     train_embeddings: bool = False

@@ -1,27 +1,47 @@
-"""Several training processes on this machine: started together, ended together.
+"""The processes of a run: started together, on one machine or several, and ended together.
 
-The parent holds the rendezvous store, so no port is guessed; the first process that fails ends all.
+On each machine a parent starts its share. The first machine's parent holds the store where all
+meet; through it every parent learns within seconds that a process failed anywhere, or that another
+parent is gone (`fleet.py`).
 """
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from eagle3_train.fleet import Fleet, Machine
+
 _GRACE_SECONDS = 15.0  # from the first failure until the others are killed
+_SETTLE_SECONDS = 1.0  # until the cause of a failure shows beside its consequences
 _POLL_SECONDS = 0.1
 _LAUNCHED = "EAGLE3_TRAIN_LAUNCHED"
 _ERROR_KEY = "error"
+_INTERRUPTED = 130
 
 
 def is_worker() -> bool:
-    """Whether this process was started by `launch` or by torchrun."""
+    """Whether this process was started by `launch`, by torchrun or by something like it."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def follow_parent() -> None:
+    """Die with the parent, however it dies, so that nothing trains on unseen."""
+    if _LAUNCHED not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def report_error(message: str) -> None:
@@ -38,43 +58,52 @@ def report_error(message: str) -> None:
     store.compare_set(_ERROR_KEY, "", message)
 
 
-def launch(arguments: Sequence[str], num_processes: int) -> int:
-    """Run `eagle3-train ARGUMENTS` in `num_processes` processes; returns the first failure's code.
+def launch(command: Sequence[str], num_processes: int, machine: Machine | None = None) -> int:
+    """Run `command` in `num_processes` processes here; returns the exit status of the run.
 
     Ctrl-C reaches every process through the terminal's process group; each saves and ends.
+
+    Args:
+        command: of each process, which finds its place in the environment as under torchrun.
+        num_processes: on this machine.
+        machine: this one among several; none = it is the only one.
+
+    Raises:
+        UserError: the machines do not meet.
     """
-    # No `timeout` of the store bounds training: workers only meet here, then talk directly.
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
-    )
+    fleet = Fleet(machine or Machine(), num_processes)
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "eagle3_train", *arguments],
-            env=_environment(rank, num_processes, store.port),
-        )
-        for rank in range(num_processes)
+        subprocess.Popen(command, env=_environment(fleet, local, num_processes))
+        for local in range(num_processes)
     ]
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     terminate = signal.signal(signal.SIGTERM, lambda *_: _send(processes, signal.SIGTERM))
     try:
-        return _wait(processes)
+        status, cause = _wait(processes, fleet)
+        fleet.end(cause if status not in (0, _INTERRUPTED) else None)
     finally:
         _end(processes)
-        if store.check([_ERROR_KEY]):
-            print(store.get(_ERROR_KEY).decode(), file=sys.stderr)
+        said = fleet.look_up(_ERROR_KEY)
+        fleet.leave()
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
+    if said is not None:
+        print(said, file=sys.stderr)
+    elif status not in (0, _INTERRUPTED):
+        print(f"eagle3-train: {cause}", file=sys.stderr)
+    return status
 
 
-def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+def _environment(fleet: Fleet, local: int, num_processes: int) -> dict[str, str]:
     environment = dict(os.environ)
     environment |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_processes),
+        "RANK": str(fleet.first_rank + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(fleet.world_size),
         "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(fleet.machine.rank),
+        "MASTER_ADDR": fleet.machine.host,
+        "MASTER_PORT": str(fleet.port),
         _LAUNCHED: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store is the rendezvous
     }
@@ -83,16 +112,26 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
     return environment
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    running = list(processes)
-    while running:
-        for process in running:
-            code = process.poll()
-            if code is not None and code != 0:
-                return code if code > 0 else 128 - code
-        running = [process for process in running if process.poll() is None]
+def _wait(processes: Sequence[subprocess.Popen[bytes]], fleet: Fleet) -> tuple[int, str]:
+    """Until all have ended well, or one has not, here or elsewhere: exit status and cause."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes):
+            return 0, ""
+        if any(codes):
+            break
+        if (elsewhere := fleet.failure()) is not None:
+            return 1, elsewhere
         time.sleep(_POLL_SECONDS)
-    return 0
+    settled = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < settled and any(process.poll() is None for process in processes):
+        time.sleep(_POLL_SECONDS)
+    failed = [(fleet.first_rank + i, p.returncode) for i, p in enumerate(processes) if p.returncode]
+    # Who was killed, or knows its mistake, is the cause; who lost its peers is a consequence.
+    rank, code = min(failed, key=lambda f: (f[1] > 0, f[1] != 2, f[0]))
+    if code < 0:
+        return 128 - code, f"process {rank} was killed by {signal.Signals(-code).name}"
+    return code, f"process {rank} ended with status {code}"
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -9,7 +9,10 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, distributed
+
+from eagle3_train.recipes import recipe
 
 _LONG = timedelta(days=30)
 
@@ -23,7 +26,10 @@ class Processes:
 
     def __init__(self) -> None:
         # Without a device accelerate takes each process for a run of its own, unless told the CPU.
-        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+        self.accelerator = Accelerator(
+            cpu=not torch.accelerator.is_available(),
+            kwargs_handlers=[DistributedDataParallelKwargs(**recipe("ddp"))],
+        )
         self.count = self.accelerator.num_processes
         self.rank = self.accelerator.process_index
         self.is_main = self.accelerator.is_main_process
@@ -31,6 +37,14 @@ class Processes:
         expected = int(os.environ.get("WORLD_SIZE", "1"))
         if self.count != expected:
             raise RuntimeError(f"{self.count} processes joined, WORLD_SIZE is {expected}")
+
+    def form_group(self) -> None:
+        """Make sure that there is a process group, also of one process alone."""
+        if not distributed.is_initialized():
+            backend = distributed.get_default_backend_for_device(self.device)
+            distributed.init_process_group(
+                backend, store=distributed.HashStore(), rank=0, world_size=1
+            )
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes, on the CPU."""

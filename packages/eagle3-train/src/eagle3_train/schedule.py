@@ -10,6 +10,8 @@ def learning_rate_factor(fit: FitConfig, progress: float) -> float:
     if progress < fit.warmup_ratio:
         return progress / fit.warmup_ratio
     done = (progress - fit.warmup_ratio) / max(1 - fit.warmup_ratio, 1e-9)
+    if fit.schedule == "wsd":
+        return min(1.0, (1 - progress) / fit.decay_ratio) if fit.decay_ratio else 1.0
     if fit.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
     return 1.0 if fit.schedule == "constant" else max(0.0, 1 - done)

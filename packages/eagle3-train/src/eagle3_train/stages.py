@@ -16,7 +16,7 @@ from eagle3_core.target import Target, load_target
 from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
-from eagle3_train.config import TrainConfig
+from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
     Example,
@@ -46,6 +46,7 @@ from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
 from eagle3_train.simulate import Simulated, Simulator
 from eagle3_train.store import FeatureStore, remove_damaged
+from eagle3_train.strategies import check_strategy
 from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
 from eagle3_train.ttt import Batch, supervised_slots
@@ -201,8 +202,11 @@ def _remove_damaged(folder: Path, record: Path) -> None:
         console.print(f"{folder}: every sample is as it was written", markup=False)
 
 
-def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
+def run_fit(
+    config: TrainConfig, argv: Sequence[str], strategy: StrategyName = "ddp"
+) -> dict[str, Any]:
     """Train the draft: OUT/draft, OUT/checkpoints, OUT/metrics.jsonl, OUT/run.json."""
+    check_strategy(strategy, config.fit)
     _check_fit_outputs(config.out)
     check_trackers(config.fit.trackers)
     train = _features(config, "train")
@@ -220,9 +224,8 @@ def run_fit(config: TrainConfig, argv: Sequence[str]) -> dict[str, Any]:
     draft = new_draft(config, train)
     _check_supervised(config, draft, train)
     held_out = _features(config, "eval") if config.eval.every else None
-    trainer = Trainer(
-        config, draft, train, held_out, train.head(), identity, recorded_inputs(record)
-    )
+    replaced = recorded_inputs(record)
+    trainer = Trainer(config, draft, train, held_out, train.head(), identity, replaced, strategy)
     if trainer.is_main:
         described = describe_run(argv, config.seed, identity)
         described |= {"config": config.model_dump(), "samples": length_histogram(train.lengths)}

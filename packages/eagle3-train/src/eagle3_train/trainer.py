@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft, UserError, save_draft
-from eagle3_train.config import TrainConfig
+from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.display import StepTable, console
 from eagle3_train.distill import Distillation, normaliser
 from eagle3_train.evaluate import Samples, evaluate
@@ -54,7 +54,7 @@ class Trainer:
         target_head: Tensor,
         identity: Mapping[str, Any],
         replaced: Mapping[str, Any] | None = None,
-        strategy: str = "ddp",
+        strategy: StrategyName = "ddp",
     ) -> None:
         """Continue from the newest checkpoint, or start.
 
@@ -66,7 +66,7 @@ class Trainer:
             target_head: [V,T].
             identity: what the run depends on, for resuming.
             replaced: identity of the finished run whose place this one takes.
-            strategy: how the run is spread over processes, one of `STRATEGIES`.
+            strategy: how the run is spread over processes.
 
         Raises:
             UserError: there are checkpoints of a third run.

@@ -1,9 +1,10 @@
 """What the training loop asks of a strategy."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft
@@ -51,3 +52,22 @@ class Strategy(ABC):
     @abstractmethod
     def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """Continue from whole weights (of the draft's state dict) and whole moments."""
+
+
+def run_passes(
+    module: Callable[..., tuple[Tensor, StepCounts]],
+    work: Sequence[tuple[Batch | None, Tensor]],
+    step_weights: Tensor,
+    device: torch.device,
+    backward: Callable[[Tensor], object],
+) -> tuple[Tensor, StepCounts]:
+    """Forward and `backward` of each micro-batch; returns the sums of losses and counts."""
+    loss = torch.zeros((), dtype=torch.float64)
+    counts = StepCounts.zeros(len(step_weights))
+    for batch, slots in work:
+        moved = None if batch is None else batch.to(device)
+        part, counted = module(moved, slots, step_weights)
+        backward(part)
+        loss += part.detach().double().cpu()
+        counts += counted
+    return loss, counts

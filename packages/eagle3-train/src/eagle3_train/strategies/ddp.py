@@ -1,6 +1,7 @@
 """Every process holds everything; gradients are averaged while they are computed."""
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
@@ -11,9 +12,9 @@ from eagle3_core import Eagle3Draft
 from eagle3_train.config import FitConfig
 from eagle3_train.distill import Distillation
 from eagle3_train.metrics import StepCounts
-from eagle3_train.optimizer import make_optimizer
+from eagle3_train.optimizer import DraftOptimizer, trainable
 from eagle3_train.processes import Processes
-from eagle3_train.strategies.base import Strategy, Work
+from eagle3_train.strategies.base import Strategy, Work, run_passes
 
 
 class DataParallel(Strategy):
@@ -22,37 +23,34 @@ class DataParallel(Strategy):
     def __init__(self, module: Distillation, fit: FitConfig, processes: Processes) -> None:
         self._fit, self._processes = fit, processes
         self._draft = module.draft
-        self._optimizer = make_optimizer(self._draft, fit)
-        self._module = processes.accelerator.prepare(module)
+        self._trained = trainable(self._draft, fit)
+        with warnings.catch_warnings():
+            # The recipe's broadcast_buffers: its successor is unknown to the older torch we allow.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._module = processes.accelerator.prepare(module)
+        self._optimizer = DraftOptimizer(self._draft, fit)
 
     def backward(self, work: Work, step_weights: Tensor) -> tuple[Tensor, StepCounts]:
         """See `Strategy`."""
-        accelerator, world = self._processes.accelerator, self._processes.count
+        accelerator = self._processes.accelerator
+        nothing = torch.zeros(len(step_weights), 0, dtype=torch.bool)
+        passes = list(work) or [(None, nothing)]  # every process takes part in the average
         loss = torch.zeros((), dtype=torch.float64)
         counts = StepCounts.zeros(len(step_weights))
-        nothing = torch.zeros(len(step_weights), 0, dtype=torch.bool)
-        passes = list(work) or [(None, nothing)]
-        for i, (batch, slots) in enumerate(passes):
-            last = i == len(passes) - 1
-            with nullcontext() if last else accelerator.no_sync(self._module):
-                moved = None if batch is None else batch.to(accelerator.device)
-                part, counted = self._module(moved, slots, step_weights)
-                # The wrapper averages over processes; the loss is a sum over them.
-                accelerator.backward(part * world)
-            loss += part.detach().double().cpu()
-            counts += counted
+        for batches, quiet in ((passes[:-1], True), (passes[-1:], False)):
+            with accelerator.no_sync(self._module) if quiet else nullcontext():
+                part, counted = run_passes(
+                    self._module, batches, step_weights, accelerator.device, self._differentiate
+                )
+            loss, counts = loss + part, counts + counted
         return loss, counts
 
     def update(self, rate: float, apply: bool) -> float:
         """See `Strategy`."""
-        parameters = self._module.parameters()
-        norm = self._processes.accelerator.clip_grad_norm_(parameters, self._fit.clip_norm)
-        norm = float(norm) if norm is not None else 0.0
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self._fit.clip_norm))
         if apply and math.isfinite(norm):
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.step(rate)
+        self._optimizer.zero_grad()
         return norm
 
     @contextmanager
@@ -62,19 +60,13 @@ class DataParallel(Strategy):
 
     def moments(self) -> dict[str, Tensor]:
         """See `Strategy`."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._draft.named_parameters():
-            for kind, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{kind}/{name}"] = value.detach().cpu().contiguous()
-        return tensors
+        return {k: v.detach().cpu().contiguous() for k, v in self._optimizer.moments().items()}
 
     def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
         """See `Strategy`."""
         self._draft.load_state_dict(weights)
-        parameters = dict(self._draft.named_parameters())
-        for key, value in moments.items():
-            kind, name = key.split("/", 1)
-            parameter = parameters[name]
-            # The step count stays where AdamW made it; moments live beside their parameter.
-            device = value.device if kind == "step" else parameter.device
-            self._optimizer.state[parameter][kind] = value.to(device)
+        self._optimizer.restore(moments, lambda value, parameter: value.to(parameter.device))
+
+    def _differentiate(self, loss: Tensor) -> None:
+        # The wrapper averages over processes; the loss is a sum over them.
+        self._processes.accelerator.backward(loss * self._processes.count)
