@@ -85,7 +85,7 @@ def test_refuses_layers_without_attention_at_start(pairs: Any) -> None:
 
 
 def test_refuses_attention_it_does_not_have(pairs: Any) -> None:
-    target = pairs.target()
+    target = _target(pairs, Gemma3TextConfig(**SIZES, sliding_window=4, **GEMMA))
     attend = target.model.model.layers[2].self_attn.forward
 
     def biased(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eagle3_serve.kv import Attention, Branches, KVStore, PackedContext, Segment
+from eagle3_serve.attention import Attention, PackedContext
+from eagle3_serve.kv import Branches, KVStore, Segment
 from eagle3_serve.pages import PagePool, PageTable
 
 CPU = torch.device("cpu")

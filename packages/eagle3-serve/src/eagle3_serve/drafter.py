@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from eagle3_core import Eagle3Draft, TorchOps
 from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
 from eagle3_core.tree import Frontier, TreeShape, grow_tree
-from eagle3_serve.kv import Branches, KVStore, PackedContext, Segment
+from eagle3_serve.attention import PackedContext
+from eagle3_serve.kv import Branches, KVStore, Segment
 from eagle3_serve.padding import pad_rows
 from eagle3_serve.proposal import Proposal
 from eagle3_serve.sampling import choose
@@ -25,7 +26,7 @@ class PackedOps(TorchOps):
     """The reference ops with a head packed for a CPU."""
 
     def __init__(self, lm_head: nn.Linear) -> None:
-        self._head = PackedLinear(lm_head)
+        self._head = PackedLinear(lm_head.weight)
 
     def draft_head(self, h: Tensor, norm_weight: Tensor, eps: float, head: Tensor) -> Tensor:
         return self._head(self.rms_norm(h, norm_weight, eps))
@@ -38,7 +39,7 @@ def pack_draft(draft: Eagle3Draft) -> None:
         draft.ops = PackedOps(draft.lm_head)
         pack_linears(draft.layers)
         if draft.config.has_fc and isinstance(draft.fc, nn.Linear):
-            draft.register_module("fc", PackedLinear(draft.fc))
+            draft.register_module("fc", PackedLinear(draft.fc.weight, draft.fc.bias))
 
 
 class Drafter:
@@ -178,8 +179,9 @@ class Drafter:
         return hidden[0, : len(tokens)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[R,H] -> [R,D]"""
-        return self.draft.logits(pad_rows(hidden))[: len(hidden)]
+        """[R,H] -> [R,D], fp32 for whoever chooses from them, as the target's are."""
+        logits = self.draft.logits(pad_rows(hidden))[: len(hidden)]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _choose(
         self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int]

@@ -19,9 +19,10 @@ from eagle3_core import Eagle3Draft, UserError
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target
 from eagle3_core.tree import TreeShape
+from eagle3_serve.attention import PackedContext
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.drafter import Drafter
-from eagle3_serve.kv import PackedContext, Segment
+from eagle3_serve.kv import Segment
 from eagle3_serve.metrics import EngineStats, RequestStats
 from eagle3_serve.pages import PagePool, PageTable
 from eagle3_serve.processors import LogitsProcessor, needs_processor

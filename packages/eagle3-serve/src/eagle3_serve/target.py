@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from eagle3_core import UserError
-from eagle3_core.packed import is_packing_available, pack_linears
+from eagle3_core.packed import can_pack, is_packing_available, pack_linears
 from eagle3_core.target import Target, capture_boundaries
-from eagle3_serve.kv import Attention, KVStore, PackedContext, Segment
+from eagle3_serve.attention import Attention, PackedContext
+from eagle3_serve.fused import FusedDecoder, is_standard, pack_qkv
+from eagle3_serve.kv import KVStore, Segment
 from eagle3_serve.padding import pad_rows
 from eagle3_serve.pages import PagePool, PageTable
 
@@ -76,12 +78,24 @@ class TargetRunner:
     """Runs a target over packed rows and captures aux states. A aux states, T hidden, V vocab."""
 
     def __init__(self, target: Target, aux_layer_ids: Sequence[int] = ()) -> None:
-        """`aux_layer_ids` are boundary ids, ascending. Packs the model's linears on a CPU."""
-        if is_packing_available():
-            pack_linears(target.model)
+        """`aux_layer_ids` are boundary ids, ascending. Packs the model's linears on a CPU.
+
+        Raises:
+            UserError: an id is out of range or stands twice.
+        """
+        with capture_boundaries(target.model, aux_layer_ids):
+            pass
         self.target = target
         self._model = target.model
         self._aux_layer_ids = tuple(aux_layer_ids)
+        self._fused: FusedDecoder | None = None
+        if is_packing_available() and can_pack(target.lm_head):
+            standard = is_standard(target.model)
+            if standard:
+                pack_qkv(target.model)
+            pack_linears(target.model)
+            if standard:
+                self._fused = FusedDecoder(target.model)
 
     def new_store(self, num_slots: int) -> KVStore:
         """Room for the keys and values of `num_slots` positions."""
@@ -104,6 +118,22 @@ class TargetRunner:
         """
         num_rows, num_logits = len(token_ids), len(logit_rows)
         kept = pad_rows(logit_rows)
+        if self._fused is not None:
+            logits, states = self._fused(
+                pad_rows(token_ids), pad_rows(positions), context, kept, self._aux_layer_ids
+            )
+        else:
+            logits, states = self._run(token_ids, positions, context, kept)
+        # fp32 for whoever chooses from them: torch's argmax over bf16 takes four times as long.
+        logits = logits[:num_logits].to(torch.promote_types(logits.dtype, torch.float32))
+        if not states:
+            return logits, logits.new_empty(num_rows, 0)
+        return logits, torch.cat([state[:num_rows] for state in states], -1)
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, context: PackedContext, kept: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Through the model's own code."""
         with (
             self._packed_attention(),
             capture_boundaries(self._model, self._aux_layer_ids) as capture,
@@ -118,16 +148,13 @@ class TargetRunner:
             states = capture.states()
         if output.logits.shape[1] != len(kept):
             raise RuntimeError("its forward takes no notice of logits_to_keep")
-        logits = output.logits[0, :num_logits]
-        if not states:
-            return logits, logits.new_empty(num_rows, 0)
-        return logits, torch.cat([state[0, :num_rows] for state in states], -1)
+        return output.logits[0], [state[0] for state in states]
 
     def check(self, store: KVStore) -> None:
         """Run a few tokens, and refuse a target whose layers do not all work on the packed context.
 
         Raises:
-            UserError: an aux id is out of range, or the architecture is not one for this engine.
+            UserError: the architecture is not one for this engine.
         """
         device = self._model.device
         count = min(5, store.keys.shape[2])
