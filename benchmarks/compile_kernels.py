@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import triton
-from kernel_cases import launches
+from kernel_cases import cases
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -113,7 +113,7 @@ def record() -> dict[str, list[Launch]]:
     """What each op launches at the sizes of `kernel_cases`."""
     recorded: dict[str, list[Launch]] = {}
     own = JITFunction.run
-    for name, call in launches(torch.device("meta")).items():
+    for name, case in cases(torch.device("meta")).items():
         found: list[Launch] = []
 
         def run(
@@ -128,7 +128,7 @@ def record() -> dict[str, list[Launch]]:
 
         JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            call()
+            case.function("triton")(*case.arguments)
         finally:
             JITFunction.run = own
         recorded[name] = found

@@ -1,4 +1,4 @@
-"""Every op called once, at the sizes of an 8B target and its draft: what is compiled and measured.
+"""Every op once, at the sizes of an 8B target and its draft: what is compiled, checked and timed.
 
 Llama-3.1-8B: hidden 4096, intermediate 14336, 32 query and 8 key heads of 128, vocabulary 128256;
 a draft of one layer with a vocabulary of 32000 and three aux states.
@@ -6,16 +6,14 @@ a draft of one layer with a vocabulary of 32000 and three aux states.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from eagle3_serve.ops.add_rms_norm.triton import add_rms_norm
-from eagle3_serve.ops.aux_states.triton import aux_states
-from eagle3_serve.ops.draft_head.triton import draft_head
-from eagle3_serve.ops.draft_input.triton import draft_input
-from eagle3_serve.ops.rope_kv.triton import rope_kv
-from eagle3_serve.ops.swiglu.triton import swiglu
+from eagle3_serve.ops.draft_head.quantise import quantised_head
+from eagle3_serve.ops.verify import Processing
 
 EPS = 1e-5
 
@@ -33,44 +31,136 @@ class Sizes:
     draft_vocab: int = 32000
     aux_states: int = 3
     slots: int = 4096
+    requests: int = 2
 
 
-def launches(
+@dataclass(frozen=True)
+class Case:
+    """An op with arguments, which stay the same between calls."""
+
+    op: str
+    arguments: tuple[Any, ...]
+    moved: int  # bytes that have to be read or written whatever the implementation
+
+    def function(self, implementation: str) -> Callable[..., Any]:
+        """The op's `reference` or `triton` function."""
+        return getattr(import_module(f"eagle3_serve.ops.{self.op}.{implementation}"), self.op)
+
+
+def cases(
     device: torch.device,
     sizes: Sizes = Sizes(),
     rows: int = 8,
     dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, Callable[[], Any]]:
-    """Name -> a call of the op with fresh inputs of `rows` rows, made once, on `device`."""
+) -> dict[str, Case]:
+    """Name -> case, with fresh inputs of `rows` rows."""
+    s = sizes
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype) / shape[-1] ** 0.5
 
-    s = sizes
-    ids = torch.randint(s.draft_vocab, (rows,), device=device)
-    x, weight = draw(rows, s.hidden), draw(s.hidden)
-    embedding = draw(s.vocab, s.hidden)
-    heads = s.query_heads, s.kv_heads, s.kv_heads
-    q, k, v = (draw(rows, n, s.head_dim) for n in heads)
+    x, weight, embedding = draw(rows, s.hidden), draw(s.hidden), draw(s.vocab, s.hidden)
+    found = {
+        "draft_input": Case(
+            "draft_input",
+            (_ids(s.vocab, (rows,), device), embedding, x, weight, weight, EPS),
+            _bytes(x) * 5,
+        ),
+        "aux_states": Case(
+            "aux_states",
+            (
+                [draw(rows, s.hidden) for _ in range(s.aux_states)],
+                draw(s.aux_states * s.hidden),
+                draw(s.aux_states, s.hidden),
+                EPS,
+            ),
+            _bytes(x) * 2 * s.aux_states,
+        ),
+        "add_rms_norm": Case("add_rms_norm", (x, draw(rows, s.hidden), weight, EPS), 4 * _bytes(x)),
+    }
+    found |= _attention_cases(draw, s, rows, device)
+    found |= _head_cases(draw, s, x, weight, embedding)
+    found |= _verify_cases(draw, s, rows, device)
+    return found
+
+
+def _attention_cases(
+    draw: Callable[..., Tensor], s: Sizes, rows: int, device: torch.device
+) -> dict[str, Case]:
+    q, k, v = (draw(rows, n, s.head_dim) for n in (s.query_heads, s.kv_heads, s.kv_heads))
     angles = draw(rows, s.head_dim)
     keys, values = (draw(s.kv_heads, s.slots, s.head_dim) for _ in range(2))
     slots = torch.arange(rows, device=device)
     gate, up = draw(rows, 2 * s.intermediate).chunk(2, -1)
-    head = draw(s.draft_vocab, s.hidden)
-    codes = head.to(torch.float8_e4m3fn)
-    scale = torch.ones(s.draft_vocab, device=device)
-    d2t = torch.arange(s.draft_vocab, device=device)
-    states = [draw(rows, s.hidden) for _ in range(s.aux_states)]
-    concat = draw(s.aux_states * s.hidden)
-    per_layer = draw(s.aux_states, s.hidden)
     return {
-        "draft_input": lambda: draft_input(ids, embedding, x, weight, weight, EPS),
-        "aux_states": lambda: aux_states(states, concat, per_layer, EPS),
-        "add_rms_norm": lambda: add_rms_norm(x, x, weight, EPS),
-        "rope_kv": lambda: rope_kv(q, k, v, angles, angles, slots, keys, values),
-        "swiglu": lambda: swiglu(gate, up),
-        "draft_head": lambda: draft_head(x, weight, EPS, head, 1, d2t),
-        "draft_head top 16": lambda: draft_head(x, weight, EPS, head, 16, d2t),
-        "draft_head float8": lambda: draft_head(x, weight, EPS, codes, 1, d2t, scale),
-        "draft_head unpruned": lambda: draft_head(x, weight, EPS, embedding, 8),
+        "rope_kv": Case(
+            "rope_kv",
+            (q, k, v, angles, angles, slots, keys, values),
+            2 * (_bytes(q) + _bytes(k) + _bytes(v)) + 2 * _bytes(angles),
+        ),
+        "swiglu": Case("swiglu", (gate, up), 3 * gate.numel() * gate.element_size()),
     }
+
+
+def _head_cases(
+    draw: Callable[..., Tensor], s: Sizes, x: Tensor, weight: Tensor, embedding: Tensor
+) -> dict[str, Case]:
+    head = draw(s.draft_vocab, s.hidden)
+    codes, scale = quantised_head(head)
+    d2t = torch.arange(s.draft_vocab, device=x.device)
+    return {
+        "draft_head": Case("draft_head", (x, weight, EPS, head, 1, d2t), _bytes(head)),
+        "draft_head top 16": Case("draft_head", (x, weight, EPS, head, 16, d2t), _bytes(head)),
+        "draft_head float8": Case(
+            "draft_head", (x, weight, EPS, codes, 1, d2t, scale), _bytes(codes)
+        ),
+        "draft_head unpruned": Case(
+            "draft_head", (x, weight, EPS, embedding, 8), _bytes(embedding)
+        ),
+    }
+
+
+def _verify_cases(
+    draw: Callable[..., Tensor], s: Sizes, rows: int, device: torch.device
+) -> dict[str, Case]:
+    """Chains of `rows` nodes, greedy and with every filter on."""
+    batch = s.requests
+    # Peaked like a language model's logits, so that filters keep some tokens and not all.
+    logits = draw(batch, rows, s.vocab) * (3 * s.vocab**0.5)
+    tokens = _ids(s.vocab, (batch, rows), device)
+    parents = torch.arange(-1, rows - 1, device=device).repeat(batch, 1)
+    coins = torch.rand(batch, rows, device=device)
+    full = {"device": device}
+    greedy = Processing(
+        temperature=torch.zeros(batch, **full),
+        top_k=torch.zeros(batch, dtype=torch.int32, **full),
+        top_p=torch.ones(batch, **full),
+        min_p=torch.zeros(batch, **full),
+    )
+    sampled = greedy._replace(temperature=torch.ones(batch, **full))
+    filtered = sampled._replace(
+        top_k=torch.full((batch,), 50, dtype=torch.int32, **full),
+        top_p=torch.full((batch,), 0.9, **full),
+        min_p=torch.full((batch,), 0.01, **full),
+        bias=torch.zeros(batch, s.vocab, **full),
+        penalties=torch.full((batch, 3), 1.1, **full),
+        counts=torch.zeros(batch, s.vocab, dtype=torch.int32, **full),
+        in_prompt=torch.zeros(batch, s.vocab, dtype=torch.bool, **full),
+        mask=torch.full((batch, rows, -(-s.vocab // 32)), -1, dtype=torch.int32, **full),
+    )
+    return {
+        name: Case("verify", (logits, tokens, parents, coins, how, rows - 1), _bytes(logits))
+        for name, how in (
+            ("verify", greedy),
+            ("verify sampled", sampled),
+            ("verify filtered", filtered),
+        )
+    }
+
+
+def _ids(vocab: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.randint(vocab, shape, device=device)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

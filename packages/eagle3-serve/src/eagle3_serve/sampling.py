@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle3_core import UserError
 from eagle3_core.accept import inverse_cdf
+from eagle3_core.tree import top
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,8 @@ def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     logits = logits.double()
     probs = ((logits - logits.amax(-1, keepdim=True)) / params.temperature).softmax(-1)
     if 0 < params.top_k < probs.shape[-1]:
-        kept = probs.topk(params.top_k)
-        probs = torch.zeros_like(probs).scatter(-1, kept.indices, kept.values)
+        kept = top(logits, params.top_k)[1]  # of equal ones the lower ids
+        probs = torch.zeros_like(probs).scatter(-1, kept, probs.gather(-1, kept))
         probs = probs / probs.sum(-1, keepdim=True)
     if params.top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
