@@ -139,6 +139,19 @@ class DraftLayer(nn.Module):
             return None
         return self.self_attn.split(ops.rms_norm(e, self.input_layernorm.weight, self.eps))
 
+    @torch.no_grad()
+    def init_identity(self) -> None:
+        """Zero what the layer writes, so that it hands on its residual until it is trained.
+
+        That is x itself, bit for bit. Where the residual is `hidden_norm(x)` it is x at unit mean
+        square while that norm's weight is one, which nothing that reads it can tell: the next
+        layer, the final norm and, in such a draft, the next step all take the norm of it.
+        """
+        for linear in (self.self_attn.o_proj, self.mlp.down_proj):
+            linear.weight.zero_()
+            if linear.bias is not None:
+                linear.bias.zero_()
+
     def forward(
         self,
         e: Tensor | SplitProjection | None,

@@ -27,7 +27,7 @@ def draft_config(
     hidden = section.hidden_size or target.hidden_size
     return DraftConfig(
         hidden_size=hidden,
-        intermediate_size=section.intermediate_size or config.intermediate_size,
+        intermediate_size=section.intermediate_size or _intermediate_size(config, target.name),
         num_attention_heads=heads,
         num_key_value_heads=section.num_key_value_heads
         or getattr(config, "num_key_value_heads", None)
@@ -59,7 +59,7 @@ def build_draft(
     samples: Samples,
     seed: int,
 ) -> Eagle3Draft:
-    """A draft ready to train, float32, with the target's embeddings where they fit.
+    """A draft ready to train, float32, with the target's embeddings.
 
     Args:
         config: of `draft_config`.
@@ -78,8 +78,7 @@ def build_draft(
         d2t, t2d = vocab_map(kept_ids, config.vocab_size)
         draft.d2t.copy_(d2t)
         draft.t2d.copy_(t2d)
-    if config.hidden_size == target.hidden_size:
-        start_embeddings(draft, target)
+    start_embeddings(draft, target)
     if section.init == "least_squares":
         check_startable(config)
         start_head(draft, target)
@@ -89,8 +88,20 @@ def build_draft(
 
 @torch.no_grad()
 def start_embeddings(draft: Eagle3Draft, target: Target) -> None:
-    """The target's embeddings."""
-    _copy(draft.embed_tokens.weight, _weight(target.model.get_input_embeddings()), "embed_tokens")
+    """The target's embeddings, in the draft's width.
+
+    Where the widths differ they are turned into their principal directions: a narrower draft keeps
+    the strongest, a wider one has zeros behind them all. Likeness of tokens, a product of two
+    embeddings, is thereby kept as well as the width allows.
+    """
+    theirs = _weight(target.model.get_input_embeddings()).float()
+    ours = draft.embed_tokens.weight
+    if theirs.shape[1] != ours.shape[1]:
+        # Ascending eigenvalues of the Gram matrix [T,T]: the strongest directions come last.
+        directions = torch.linalg.eigh(theirs.T @ theirs).eigenvectors.flip(1)
+        theirs = theirs @ directions[:, : ours.shape[1]]
+        theirs = nn.functional.pad(theirs, (0, ours.shape[1] - theirs.shape[1]))
+    _copy(ours, theirs, "embed_tokens")
 
 
 @torch.no_grad()
@@ -118,6 +129,16 @@ def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def _intermediate_size(config: PretrainedConfig, name: str) -> int:
+    size = getattr(config, "intermediate_size", None)
+    if size is None:
+        raise UserError(
+            f"draft.intermediate_size is not set, and the config of target {name} has none to take "
+            "over; give it"
+        )
+    return size
 
 
 def _rope(config: PretrainedConfig) -> dict[str, object]:

@@ -21,6 +21,8 @@ LossTerm = Literal["soft_ce", "kl", "tv", "lk_alpha", "lk_lambda"]
 StrategyName = Literal["ddp", "fsdp2", "zero2", "zero3"]
 Tracker = Literal["tensorboard", "wandb"]
 
+COMPUTED_STARTS = ("random", "least_squares")  # values of draft.init that name no other draft
+
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -83,7 +85,14 @@ class DraftSection(Section):
     aux_norm: AuxNorm = "none"
     residual: Residual = "raw"
     feedback: Feedback = "pre_norm"
-    init: Literal["random", "least_squares"] = "random"  # where the weights start
+    # Where the weights start: random, least_squares, or the folder or hub id of another draft,
+    # from which everything that is not stated here is taken too.
+    init: Name = "random"
+
+    @property
+    def inherits(self) -> bool:
+        """Whether `init` names a draft."""
+        return self.init not in COMPUTED_STARTS
 
 
 class TttRamp(Section):

@@ -70,13 +70,10 @@ def start_by_regression(draft: Eagle3Draft, samples: Samples, seed: int) -> int:
         )
         residual = normed if config.residual == "normed" else x
         update.add(attn_in, _before_norm(draft, sample, slots + 1) - residual)
-    _write_update(first, update.solve(), _mean_embedding(draft, [s for s, _ in chosen]), seed)
-    for layer in draft.layers[1:]:
-        assert isinstance(layer, DraftLayer)
-        layer.self_attn.o_proj.weight.zero_()
     for layer in draft.layers:
         assert isinstance(layer, DraftLayer)
-        layer.mlp.down_proj.weight.zero_()
+        layer.init_identity()
+    _write_update(first, update.solve(), _mean_embedding(draft, [s for s, _ in chosen]), seed)
     return states.count
 
 

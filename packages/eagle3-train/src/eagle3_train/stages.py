@@ -29,6 +29,7 @@ from eagle3_train.data import (
 )
 from eagle3_train.display import console, display
 from eagle3_train.evaluate import evaluate
+from eagle3_train.inherit import draft_digest, find_draft, inherit_draft
 from eagle3_train.outputs import check_outputs
 from eagle3_train.placement import place_target
 from eagle3_train.processes import Processes
@@ -213,7 +214,7 @@ def run_fit(
     identity = {
         "target": config.target,
         "seed": config.seed,
-        "draft": config.draft.model_dump(),
+        **_draft_identity(config),
         "fit": config.fit.model_dump(exclude=set(_FREE)),
         "features": _feature_inputs(config, _splits(config)["train"]),
     }
@@ -302,16 +303,33 @@ def new_draft(config: TrainConfig, store: Features) -> Eagle3Draft:
         UserError: sizes that contradict the target or the config.
     """
     target = load_target(config.target)
-    hidden = config.draft.hidden_size or target.hidden_size
-    if hidden != target.hidden_size and not config.fit.train_embeddings:
+    if config.draft.inherits:
+        folder = find_draft(config.draft.init)
+        return inherit_draft(folder, config.draft, target, store.meta.aux_layer_ids, config.seed)
+    if config.draft.init == "random" and not config.fit.train_head:
         raise UserError(
-            f"fit.train_embeddings is false, expected true: draft.hidden_size {hidden} differs "
-            f"from the target's {target.hidden_size}, so its embeddings cannot be taken over"
+            "fit.train_head is false, expected true: with draft.init random the head is random; "
+            "draft.init least_squares starts from the target's"
         )
     kept = _vocabulary(config, target, store)
     size = target.vocab_size if kept is None else len(kept)
     shape = draft_config(config.draft, target, store.meta.aux_layer_ids, size)
     return build_draft(shape, target, config.draft, kept, store, config.seed)
+
+
+def _draft_identity(config: TrainConfig) -> dict[str, Any]:
+    """What the run's config says of the draft, and which draft it starts from, if any."""
+    if not config.draft.inherits:
+        return {"draft": config.draft.model_dump()}
+    folder = find_draft(config.draft.init)
+    if folder.resolve() == (config.out / "draft").resolve():
+        raise UserError(
+            f"draft.init: {folder} is where this run writes its own draft; "
+            "give the run another output folder"
+        )
+    # What is left out is the other draft's, not the default.
+    stated = config.draft.model_dump(exclude_unset=True)
+    return {"draft": stated, "init": draft_digest(folder)}
 
 
 def _vocabulary(config: TrainConfig, target: Target, store: Features) -> Tensor | None:
