@@ -128,7 +128,7 @@ def record() -> dict[str, list[Launch]]:
 
         JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            case.function("triton")(*case.arguments)
+            case.call("triton")()
         finally:
             JITFunction.run = own
         recorded[name] = found

@@ -39,14 +39,15 @@ TINY = Sizes(
     head_dim=16,
     vocab=200,
     draft_vocab=100,
-    slots=32,
+    context=20,
+    page=4,
 )
 
 
 def differences(case: Case) -> str | None:
     """What differs between kernel and reference, or None."""
-    found = _flat(case.function("triton")(*case.arguments))
-    expected = _flat(case.function("reference")(*case.arguments))
+    found = _flat(case.call("triton")())
+    expected = _flat(case.call("reference")())
     if len(found) != len(expected):
         return f"{len(found)} results, expected {len(expected)}"
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -101,15 +102,15 @@ def ceilings(clock: Clock, device: torch.device, dry: bool) -> dict[str, float]:
 def timed(case: Case, clock: Clock, bandwidth: float, dry: bool) -> dict[str, float | str]:
     """Medians of the kernel and what it stands beside."""
     floor = case.moved / bandwidth / 1e6
-    kernel, eager = case.function("triton"), case.function("reference")
+    kernel, eager = case.call("triton"), case.call("reference")
     row: dict[str, float | str] = {"floor_ms": floor}
-    row["triton_ms"] = clock.median(lambda: kernel(*case.arguments))
+    row["triton_ms"] = clock.median(kernel)
     row["share_of_copy_bandwidth"] = floor / float(row["triton_ms"])
     for name, call in (("eager_ms", eager), ("compile_ms", None if dry else torch.compile(eager))):
         if call is None:
             continue
         try:
-            row[name] = clock.median(lambda call=call: call(*case.arguments))
+            row[name] = clock.median(call)
         except Exception as error:
             # References that ask the device (the walk of verify) cannot be captured.
             row[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"

@@ -4,8 +4,8 @@ Llama-3.1-8B: hidden 4096, intermediate 14336, 32 query and 8 key heads of 128, 
 a draft of one layer with a vocabulary of 32000 and three aux states.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eagle3_serve.ops.draft_head.quantise import quantised_head
+from eagle3_serve.ops.tree_attention import Segments
 from eagle3_serve.ops.verify import Processing
 
 EPS = 1e-5
@@ -30,8 +31,9 @@ class Sizes:
     vocab: int = 128256
     draft_vocab: int = 32000
     aux_states: int = 3
-    slots: int = 4096
     requests: int = 2
+    context: int = 4000  # keys of a request before the pass
+    page: int = 16
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class Case:
     op: str
     arguments: tuple[Any, ...]
     moved: int  # bytes that have to be read or written whatever the implementation
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def function(self, implementation: str) -> Callable[..., Any]:
-        """The op's `reference` or `triton` function."""
-        return getattr(import_module(f"eagle3_serve.ops.{self.op}.{implementation}"), self.op)
+    def call(self, implementation: str) -> Callable[[], Any]:
+        """The op's `reference` or `triton` function on these arguments."""
+        function = getattr(import_module(f"eagle3_serve.ops.{self.op}.{implementation}"), self.op)
+        return lambda: function(*self.arguments, **self.options)
 
 
 def cases(
@@ -89,8 +93,27 @@ def _attention_cases(
 ) -> dict[str, Case]:
     q, k, v = (draw(rows, n, s.head_dim) for n in (s.query_heads, s.kv_heads, s.kv_heads))
     angles = draw(rows, s.head_dim)
-    keys, values = (draw(s.kv_heads, s.slots, s.head_dim) for _ in range(2))
+    pages = -(-(s.context + rows) // s.page)
+    store = s.kv_heads, s.requests * pages * s.page, s.head_dim
+    keys, values = draw(*store), draw(*store)
     slots = torch.arange(rows, device=device)
+    packed = s.requests * rows
+    queries = draw(packed, s.query_heads, s.head_dim)
+    int32 = {"dtype": torch.int32, "device": device}
+    segments = Segments(
+        first_row=torch.arange(0, packed, rows, **int32),
+        num_rows=torch.full((s.requests,), rows, **int32),
+        past=torch.full((s.requests,), s.context, **int32),
+        pages=torch.arange(s.requests * pages, **int32).view(s.requests, pages),
+        page_size=s.page,
+        max_rows=rows,
+        max_length=s.context + rows,
+    )
+    # A chain as a tree: every row sees the rows before it.
+    words = (torch.ones(rows, dtype=torch.int64, device=device).cumsum(0) - 1).repeat(s.requests)
+    words = (2 << words) - 1
+    attention = queries, keys, values, segments, s.head_dim**-0.5
+    read = _bytes(keys) + _bytes(values) + 2 * _bytes(queries)
     gate, up = draw(rows, 2 * s.intermediate).chunk(2, -1)
     return {
         "rope_kv": Case(
@@ -98,6 +121,8 @@ def _attention_cases(
             (q, k, v, angles, angles, slots, keys, values),
             2 * (_bytes(q) + _bytes(k) + _bytes(v)) + 2 * _bytes(angles),
         ),
+        "tree_attention": Case("tree_attention", attention, read),
+        "tree_attention tree": Case("tree_attention", attention, read, {"words": words}),
         "swiglu": Case("swiglu", (gate, up), 3 * gate.numel() * gate.element_size()),
     }
 
