@@ -102,14 +102,65 @@ def load_target(
     Raises:
         UserError: nothing to load there, weights missing, no tokenizer, not a decoder-only model.
     """
+    device = _check_device(device)
+    described = _describe(name_or_path)
+    name = described.name
+    with as_user_error(f"target {name}: model cannot be loaded"):
+        # transformers' annotations leave out the pair that output_loading_info makes it return
+        model, loading = cast(
+            tuple[PreTrainedModel, dict[str, Any]],
+            AutoModelForCausalLM.from_pretrained(
+                described.source,
+                dtype=dtype,
+                output_loading_info=True,
+                **described.options,
+                **(spread or {}),
+            ),
+        )
+    _check_complete(name, loading)
+    decoder_parts(model)
+    _lm_head(model, name)
+    model.eval().requires_grad_(False)
+    if not spread:
+        nn.Module.to(model, device)
+    return Target(name=name, model=model, tokenizer=described.tokenizer)
+
+
+def outline_target(name_or_path: str | os.PathLike[str]) -> Target:
+    """A target without its weights: every shape, on the meta device, and the tokenizer.
+
+    Args:
+        name_or_path: as for `load_target`.
+
+    Raises:
+        UserError: as `load_target`, but for what the weights would show.
+    """
+    described = _describe(name_or_path)
+    with as_user_error(f"target {described.name}: model cannot be built"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described.config)
+    decoder_parts(model)
+    _lm_head(model, described.name)
+    return Target(name=described.name, model=model, tokenizer=described.tokenizer)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What a model folder says before its weights are read."""
+
+    name: str  # as the user gave it
+    source: str  # folder or hub id
+    options: dict[str, Any]  # of every from_pretrained
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def _describe(name_or_path: str | os.PathLike[str]) -> _Description:
     name = os.fspath(name_or_path)
     source = str(packaged_target(name)) if is_packaged(name) else os.path.expanduser(name)
-    device = _check_device(device)
     is_dir = os.path.isdir(source)
     if not is_dir and _looks_like_path(source):
         raise UserError(f"target {name}: no such directory; give a model directory or a hub id")
-    options = {"local_files_only": True} if is_dir else {}
-
+    options: dict[str, Any] = {"local_files_only": True} if is_dir else {}
     with as_user_error(f"target {name}: config cannot be loaded"):
         config = AutoConfig.from_pretrained(source, **options)
     if config.is_encoder_decoder:
@@ -119,21 +170,7 @@ def load_target(
         )
     with as_user_error(f"target {name}: tokenizer cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    with as_user_error(f"target {name}: model cannot be loaded"):
-        # transformers' annotations leave out the pair that output_loading_info makes it return
-        model, loading = cast(
-            tuple[PreTrainedModel, dict[str, Any]],
-            AutoModelForCausalLM.from_pretrained(
-                source, dtype=dtype, output_loading_info=True, **options, **(spread or {})
-            ),
-        )
-    _check_complete(name, loading)
-    decoder_parts(model)
-    _lm_head(model, name)
-    model.eval().requires_grad_(False)
-    if not spread:
-        nn.Module.to(model, device)
-    return Target(name=name, model=model, tokenizer=tokenizer)
+    return _Description(name, source, options, config, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE.jsonl",
-        help='rows {"prompt": text} or {"messages": [{"role", "content"}, ...]}',
+        help='rows {"prompt": text}, continued as it stands, or {"messages": [{"role", "content"}, '
+        "...]}, to which the chat template is applied",
     )
     generate.add_argument(
         "--out",

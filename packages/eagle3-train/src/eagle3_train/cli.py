@@ -10,17 +10,28 @@ from typing import Any, get_args
 from rich.console import Console
 
 from eagle3_core import UserError
+from eagle3_core.checkpoint.consumers import CONSUMERS
 from eagle3_train.config import StrategyName, TrainConfig, load_config
+from eagle3_train.export import export
 from eagle3_train.fleet import Machine
 from eagle3_train.launch import follow_parent, is_worker, launch, report_error
 from eagle3_train.slurm import adopt_step, in_step
 
 _STAGES = {
+    "plan": "predict memory, disk and hours from the config; loads no weights, writes nothing",
     "prepare": "show what the data becomes: one example coloured, counts, rows left out",
     "regenerate": "let the target answer regenerate.prompts into OUT/regenerated.jsonl",
     "capture": "run the target over the data once and store its states in OUT/features",
     "fit": "train the draft into OUT/draft; continues an interrupted run",
     "eval": "simulated accept lengths of the draft on the held-out data, into OUT/eval.json",
+    "export": "write the draft in the layout of an engine or of another trainer",
+}
+_DETAILS = {
+    "regenerate": (
+        'A row holds "messages", answered from the last user turn on, or "prompt", which is one '
+        "user turn: the chat template is applied to both. (eagle3-serve generate takes the same "
+        'rows, but continues the text of a "prompt" as it stands.)'
+    ),
 }
 _PARALLEL = ("capture", "fit")  # stages that share their work among processes
 _INTERRUPTED = 130
@@ -31,7 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="eagle3-train", description="Train EAGLE-3 drafts.")
     commands = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
     for name, summary in _STAGES.items():
-        command = commands.add_parser(name, help=summary, description=summary)
+        description = f"{summary}. {_DETAILS[name]}" if name in _DETAILS else summary
+        command = commands.add_parser(name, help=summary, description=description)
         command.add_argument("config", metavar="CONFIG.yaml")
         command.add_argument(
             "overrides",
@@ -44,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         if name in _PARALLEL:
             _add_process_options(command)
-        if name == "fit":
+        if name in ("fit", "plan"):
             command.add_argument(
                 "--strategy",
                 choices=get_args(StrategyName),
@@ -55,8 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--verify", action="store_true", help="read the stored states; replace bad shards"
             )
-        if name == "eval":
+        if name in ("eval", "export"):
             command.add_argument("--draft", metavar="DIR", help="instead of OUT/draft")
+        if name == "export":
+            command.add_argument("--to", required=True, choices=list(CONSUMERS), help="for whom")
+            command.add_argument("--output", metavar="DIR", help="instead of OUT/export/TO")
+        if name == "plan":
+            _add_plan_options(command)
     return parser
 
 
@@ -72,6 +89,20 @@ def _add_process_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="where the machine of --node-rank 0 listens"
+    )
+
+
+def _add_plan_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tokens", type=int, metavar="N", help="of the training data, where it is not there yet"
+    )
+    command.add_argument(
+        "--num-processes", type=int, default=1, metavar="P", help="that share a step"
+    )
+    command.add_argument(
+        "--device",
+        choices=["a100", "h100", "h200", "b200"],
+        help="at the bf16 rate of its data sheet; this machine, measured, when left out",
     )
 
 
@@ -103,8 +134,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides += rest
-    for name in ("num_processes", "nodes") if options.stage in _PARALLEL else ():
-        if (value := getattr(options, name)) < 1:
+    for name in ("num_processes", "nodes", "tokens"):
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
     return options
 
@@ -167,20 +199,34 @@ def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) 
         return stages.run_capture(config, options.verify)
     if options.stage == "fit":
         return stages.run_fit(config, ["eagle3-train", *argv], options.strategy)
-    return stages.run_eval(config, options.draft)
+    if options.stage == "eval":
+        return stages.run_eval(config, options.draft)
+    if options.stage == "export":
+        return export(config, options.to, options.draft, options.output)
+    return stages.run_plan(
+        config,
+        tokens=options.tokens,
+        num_processes=options.num_processes,
+        strategy=options.strategy,
+        device=options.device,
+    )
 
 
 def _finish(result: dict[str, Any], options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         if options.json:
             print(json.dumps(result))
-        elif options.stage == "eval":
-            from eagle3_train.tables import eval_table  # noqa: PLC0415 - see `_run`
+        elif options.stage in ("eval", "plan"):
+            from eagle3_train.tables import eval_table, plan_table  # noqa: PLC0415 - see `_run`
 
-            Console(highlight=False).print(eval_table(result))
+            table = eval_table if options.stage == "eval" else plan_table
+            Console(highlight=False).print(table(result))
         else:
+            notes = result.pop("notes", ())
             for name, value in result.items():
                 print(f"{name}: {_readable(value)}")
+            for note in notes:
+                print(f"note: {note}")
     return _INTERRUPTED if result.get("interrupted") else 0
 
 

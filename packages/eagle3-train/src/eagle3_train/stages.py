@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3_core import DraftConfig, Eagle3Draft, UserError, load_draft
 from eagle3_core.checkpoint.write import check_destination
 from eagle3_core.pair import check_pair
-from eagle3_core.target import Target, load_target
+from eagle3_core.target import Target, load_target, outline_target
 from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
 from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
@@ -32,6 +32,7 @@ from eagle3_train.evaluate import evaluate
 from eagle3_train.inherit import draft_digest, find_draft, inherit_draft
 from eagle3_train.outputs import check_outputs
 from eagle3_train.placement import place_target
+from eagle3_train.plan import Text, plan
 from eagle3_train.processes import Processes
 from eagle3_train.provenance import (
     changed_inputs,
@@ -59,6 +60,7 @@ _DTYPES = {
 }
 Features = FeatureStore | OnlineFeatures
 
+_ASSUMED_SUPERVISED = 0.5  # share of tokens, where the data is not there to be counted
 _FREE = ("save_every", "keep", "trackers")  # fit settings that a continued run may change
 
 
@@ -286,6 +288,42 @@ def run_eval(config: TrainConfig, draft_folder: str | None) -> dict[str, Any]:
         write_json(config.out / "eval.json", result)
         write_report(config.out)
     return result
+
+
+def run_plan(
+    config: TrainConfig,
+    *,
+    tokens: int | None,
+    num_processes: int,
+    strategy: StrategyName,
+    device: str | None,
+) -> dict[str, Any]:
+    """Predict memory, disk and hours; writes nothing and loads no weights.
+
+    Args:
+        config: of the run.
+        tokens: of the training data; None = read it.
+        num_processes: that share a step.
+        strategy: how they share weights and optimiser.
+        device: one of `plan.DEVICES`; None = this machine.
+    """
+    target = outline_target(config.target)
+    limit = min(config.data.max_length, target.max_position_embeddings)
+    if tokens is None:
+        sources = _splits(config)["train"]
+        prepared = prepare(sources, _template(config, target), max_length=limit)
+        mean = prepared.num_tokens / len(prepared.examples)
+        text = Text(prepared.num_tokens, prepared.supervised_fraction, mean)
+    else:
+        text = Text(tokens, _ASSUMED_SUPERVISED, limit / 2)
+    return plan(
+        config,
+        target,
+        text,
+        num_processes=num_processes,
+        strategy=strategy,
+        device=device,
+    )
 
 
 def _tree_shape(config: TrainConfig) -> TreeShape:

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from eagle3_train.plan import memory_rows
 from eagle3_train.simulate import LAWS
 
 
@@ -37,6 +38,37 @@ def eval_table(result: Mapping[str, Any]) -> Group:
         "for answers drawn at temperature 1 (argmax written as often as the last column says).",
     ]
     return Group(table, Text("\n".join(lines)))
+
+
+def plan_table(result: Mapping[str, Any]) -> Group:
+    """What `plan` predicts."""
+    sizes = [result[f"{whose}_parameters"] / 1e6 for whose in ("target", "draft", "trained")]
+    head = Text(
+        f"{result['target']}: {sizes[0]:,.1f} M parameters; draft: {sizes[1]:,.1f} M, of which "
+        f"{sizes[2]:,.1f} M train.\n{result['tokens']:,} tokens, "
+        f"{result['supervised_fraction']:.0%} supervised, {result['num_steps']:,} steps."
+    )
+    memory = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    memory.add_column(f"memory of each of {result['num_processes']} ({result['strategy']})")
+    memory.add_column("GiB", justify="right")
+    for name, size in memory_rows(result):
+        memory.add_row(name.replace("_", " "), f"{size / 2**30:.2f}")
+    disk = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    disk.add_column("disk")
+    disk.add_column("GiB", justify="right")
+    for name, size in result["disk_bytes"].items():
+        disk.add_row(name, f"{size / 2**30:.2f}")
+    hours = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("processes", "capture, hours", "fit, hours"):
+        hours.add_column(title, justify="right")
+    for row in result["hours"]:
+        hours.add_row(str(row["num_processes"]), f"{row['capture']:.3g}", f"{row['fit']:.3g}")
+    rate = result["flops_per_s"] / 1e12
+    note = Text(
+        f"Hours take {result['share_reached']:.0%} of {rate:,.3g} TFLOP/s, the rate of "
+        f"{result['device']} in matrix products, for granted, and perfect scaling."
+    )
+    return Group(head, memory, disk, hours, note)
 
 
 def _number(value: float | None) -> str:
