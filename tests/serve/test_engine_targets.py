@@ -94,3 +94,27 @@ def test_refuses_attention_it_does_not_have(pairs: Any) -> None:
     target.model.model.layers[2].self_attn.forward = biased
     with pytest.raises(UserError, match="needs 'alibi', which this engine does not have"):
         Engine(target, None, EngineConfig())
+
+
+def test_rotary_tables_that_change_with_the_length_end_a_sequence(pairs: Any) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 24,
+    }
+    target = pairs.target(rope_parameters=rope)
+    assert target.max_position_embeddings == 128
+    engine = Engine(target, None, EngineConfig())
+    assert engine.max_model_len == 24
+    outputs, _ = generate(engine, [[3, 4, 5]], SamplingParams(temperature=0, ignore_eos=True))
+    assert len(outputs[0].token_ids) == 21
+    with pytest.raises(UserError, match=r"max_model_len is 25, but the target .* 24"):
+        Engine(target, None, EngineConfig(max_model_len=25))
+
+
+def test_exact_is_refused_where_it_cannot_be_kept(pairs: Any) -> None:
+    target = _target(pairs, MixtralConfig(**SIZES, **MOE))
+    with pytest.raises(UserError, match=r"exact: target random .* packed linears"):
+        Engine(target, None, EngineConfig(exact=True))

@@ -124,6 +124,46 @@ class _Group:
         return bias.flatten(2, 3)
 
 
+class _Row:
+    """One row alone over its own prefix: the very call that decoding one token at a time makes.
+
+    How many rows or requests there are, and what was drafted beside it, cannot change its bits.
+    """
+
+    def __init__(self, segment: Segment, row: int) -> None:
+        self._segment, self._row = segment, row
+        self._held: dict[int | None, slice | Tensor] = {}
+
+    def attend(self, keys: Tensor, values: Tensor, q: Tensor, how: Attention, out: Tensor) -> None:
+        """As `_Group.attend`."""
+        row, kv_heads = self._segment.first_row + self._row, len(keys)
+        if how.window not in self._held:
+            self._held[how.window] = self._seen(how.window)
+        held = self._held[how.window]
+        own = q[row].view(1, kv_heads, -1, q.shape[-1])
+        out[row] = how.mix(own, _slots(keys, held)[None], _slots(values, held)[None], None).view(
+            q.shape[1:]
+        )
+
+    def _seen(self, window: int | None) -> slice | Tensor:
+        s = self._segment
+        if s.branches is None:
+            end = s.past + self._row + 1
+            first = 0 if window is None else max(0, end - window)
+            return s.table.index(first, end, s.device)
+        slots = s.held
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=s.device)
+        return slots[s.visible(window)[self._row]]  # ancestors come in the order of their depth
+
+
+def _slots(stored: Tensor, which: slice | Tensor) -> Tensor:
+    """[nkv,slots,d] -> [nkv,chosen,d]; a copy of one run too: one layout, one rounding."""
+    if isinstance(which, slice):
+        return stored[:, which].contiguous()
+    return stored.index_select(1, which)
+
+
 class PackedContext:
     """The attention of one pass over packed rows; writes their keys and values to the store.
 
@@ -131,14 +171,23 @@ class PackedContext:
     """
 
     def __init__(
-        self, store: KVStore, segments: Sequence[Segment], sliding_window: int | None = None
+        self,
+        store: KVStore,
+        segments: Sequence[Segment],
+        sliding_window: int | None = None,
+        exact: bool = False,
     ) -> None:
+        """`exact`: every row attends alone, so that nothing beside it can change its bits."""
         self.sliding_window = sliding_window
         self._store = store
         self._segments = segments
         self._num_rows = segments[-1].first_row + segments[-1].num_rows
         self._written = _written(segments)
-        self._groups = _grouped(segments)
+        self._groups: Sequence[_Group | _Row] = (
+            [_Row(s, row) for s in segments for row in range(s.num_rows)]
+            if exact
+            else _grouped(segments)
+        )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [1,nq,R,d], k and v [1,nkv,R,d] -> [1,nq,R,d], as the draft's layers call it."""

@@ -133,6 +133,11 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="requests decoded together (default: %(default)s)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="in bfloat16 too, the same text whatever runs beside it; on a CPU, a little slower",
+    )
 
 
 def _count(least: int) -> Callable[[str], int]:

@@ -95,7 +95,7 @@ def _load(args: argparse.Namespace) -> tuple[Target, Engine]:
     for name, value in shape.items():
         if args.draft is None and value:
             raise UserError(f"--{name.replace('_', '-')}: needs a draft; give --draft DIR")
-    config = EngineConfig(max_batch_size=args.max_batch_size, **shape)
+    config = EngineConfig(max_batch_size=args.max_batch_size, exact=args.exact, **shape)
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     with _STDERR.status("loading"):

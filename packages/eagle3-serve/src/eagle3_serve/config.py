@@ -20,6 +20,7 @@ class EngineConfig:
     max_batch_size: int = 8  # requests in one round; the others wait
     max_model_len: int | None = None  # prompt and answer together; None = what the target can do
     kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
+    exact: bool = False  # the same bits for a row whatever runs beside it, in bf16 too
     page_size: int = 16  # tokens; the unit in which memory is given out and prefixes are shared
     max_num_batched_tokens: int = 512  # of a round; what decoding leaves of it goes to prompts
     max_queue_size: int | None = None  # requests that may wait; None = any number

@@ -30,7 +30,7 @@ from eagle3_serve.proposal import Proposal
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.scheduler import Limits, Request, Scheduler, Turn, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
-from eagle3_serve.target import TargetRunner, kv_shape
+from eagle3_serve.target import TargetRunner, kv_shape, positions
 from eagle3_serve.verify import target_choices
 
 
@@ -64,7 +64,7 @@ class Engine:
 
         Raises:
             UserError: the draft does not belong to the target, the context does not fit, or the
-                target's architecture is not one for this engine.
+                target's architecture is not one for this engine, or not one for `exact`.
         """
         shape = config.shape if draft is not None else None
         if draft is not None:
@@ -82,6 +82,8 @@ class Engine:
         self._store = self._runner.new_store(num_slots)
         with torch.inference_mode():
             self._runner.check(self._store)
+        if config.exact:
+            self._runner.check_exact()
         self._drafter = Drafter(draft, num_slots) if draft is not None and shape else None
         self._config = config
         self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
@@ -235,7 +237,7 @@ class Engine:
             if turn.is_last:
                 logit_rows += range(len(tokens) - proposal.num_rows, len(tokens))
         positions = torch.cat([s.positions for s in segments])
-        context = PackedContext(self._store, segments)
+        context = PackedContext(self._store, segments, exact=self._config.exact)
         logits, aux = self._runner.forward(
             torch.tensor(tokens, device=self._device),
             positions,
@@ -418,12 +420,12 @@ def _sizes(
     num_bytes = 2 * values * target.model.dtype.itemsize
     affordable = int(config.kv_cache_gib * 2**30 / num_bytes) // config.page_size
     room = affordable * config.page_size - (round_slots - 1)
-    longest = min(target.max_position_embeddings, room)
+    window = positions(target)
+    longest = min(window, room)
     wanted = config.max_model_len
-    if wanted is not None and wanted > target.max_position_embeddings:
+    if wanted is not None and wanted > window:
         raise UserError(
-            f"max_model_len is {wanted}, but the target {target.name} ends at "
-            f"{target.max_position_embeddings} positions"
+            f"max_model_len is {wanted}, but the target {target.name} ends at {window} positions"
         )
     if longest < (wanted or 2):
         raise UserError(

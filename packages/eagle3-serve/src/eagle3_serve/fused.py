@@ -79,7 +79,8 @@ class _Layer:
             q, k = rotated.split([self.num_heads, self.num_kv_heads], 1)
             rotated = torch.cat([self.q_norm(q), self.k_norm(k)], 1)
         turned = rotated.roll(self.head_dim // 2, -1)
-        rotated = torch.addcmul(rotated * cos, turned, sin)
+        # Not addcmul: its rounding is up to where in the tensor an element stands.
+        rotated = rotated * cos + turned * sin
         q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         mixed = context.attend_rows(self.index, q, k, heads[:, -self.num_kv_heads :], self.how)
         x = self.out.plus(mixed.flatten(1), x)

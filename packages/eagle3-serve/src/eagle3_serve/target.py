@@ -174,6 +174,18 @@ class TargetRunner:
                 "sharing ones); this engine decodes plain attention layers"
             )
 
+    def check_exact(self) -> None:
+        """Refuse a target whose rows may round differently in another company.
+
+        Raises:
+            UserError: not all its matrix products are packed linears, which do not.
+        """
+        if self._fused is None:
+            raise UserError(
+                f"exact: {self._name} does not run on packed linears alone; that takes a Llama, "
+                "Mistral, Qwen2 or Qwen3 on a CPU, in float32 or bfloat16"
+            )
+
     @property
     def _name(self) -> str:
         return f"target {self.target.name} ({type(self._model).__name__})"
@@ -205,3 +217,18 @@ def kv_shape(target: Target) -> tuple[int, int, int]:
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return target.num_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def positions(target: Target) -> int:
+    """Positions whose rotary tables do not depend on the length of the sequence.
+
+    longrope takes other frequencies for ALL positions once a sequence passes its original window;
+    keys that are held were turned by the old ones (dynamic rope does so beyond the whole window,
+    which ends a sequence anyway).
+    """
+    longest = target.max_position_embeddings
+    rope = getattr(target.config, "rope_parameters", None) or {}
+    for own in (rope, *rope.values()):  # of all layers, or by type of layer
+        if isinstance(own, dict) and own.get("rope_type") == "longrope":
+            longest = min(longest, own.get("original_max_position_embeddings", longest))
+    return longest
