@@ -1,6 +1,6 @@
 """The target reads the training examples; its states become samples, stored or made on the fly."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from eagle3_core import UserError, default_aux_layer_ids
 from eagle3_core.target import Target, capture_boundaries, capture_final
 from eagle3_train.data.mask import Example
 from eagle3_train.display import display
-from eagle3_train.order import share
+from eagle3_train.order import pack, share
 from eagle3_train.placement import is_sliced
 from eagle3_train.processes import Processes
 from eagle3_train.store import (
+    RollingWriter,
     Sample,
     StoreMeta,
     StoreWriter,
@@ -228,6 +229,43 @@ def capture(
         writer.finish(keys)
     processes.wait()
     return Captured(len(keys), len(unique) - len(missing), sum(lengths))
+
+
+def capture_rolling(
+    capturer: Capturer,
+    examples: Sequence[Example],
+    path: Path,
+    *,
+    batch_tokens: int,
+    max_bytes: int,
+    begun: Callable[[], None],
+    progress: bool = True,
+) -> Captured:
+    """Store a sample for every example for a reader that consumes them, never more than fits.
+
+    Args:
+        capturer: holds the target.
+        examples: none twice, in the order in which they are trained on.
+        path: the store's folder.
+        batch_tokens: of one forward pass, padding included.
+        max_bytes: of all shards together.
+        begun: called once a reader can open the store.
+        progress: show it.
+    """
+    keys = [sample_key(example.input_ids, example.loss_mask) for example in examples]
+    lengths = [len(example.input_ids) for example in examples]
+    rolling = RollingWriter(path, capturer.meta, capturer.head(), keys, max_bytes)
+    begun()
+    wanted = [i for i, key in enumerate(keys) if rolling.is_wanted(key)]
+    captured = 0
+    with rolling.writer, display("capture", len(wanted), progress) as bar:
+        for group in pack(wanted, lengths, batch_tokens):
+            rolling.wait_for_room()
+            if rolling.is_wanted(keys[group[-1]]):  # a fit of few steps does not take them all
+                rolling.writer.add(*capturer.run([examples[i] for i in group]))
+            captured += len(group)
+            bar.update(captured)
+    return Captured(len(keys), len(keys) - len(wanted), sum(lengths[i] for i in wanted))
 
 
 def batches(examples: Sequence[Example], batch_tokens: int) -> Iterator[list[Example]]:

@@ -67,6 +67,8 @@ class CaptureConfig(Section):
     store_dtype: StoreDtype = "bfloat16"  # of the states on disk
     aux_layer_ids: list[int] | None = None  # boundary ids; none = 2, n//2, n-3
     batch_tokens: Count = 4096
+    # States of data.train on disk at a time: capture and fit run together, for one epoch.
+    max_disk_gib: Positive | None = None
 
 
 class DraftSection(Section):

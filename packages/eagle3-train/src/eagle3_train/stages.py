@@ -15,7 +15,13 @@ from eagle3_core.pair import check_pair
 from eagle3_core.target import Target, load_target, outline_target
 from eagle3_core.tree import TreeShape
 from eagle3_train.build import build_draft, draft_config
-from eagle3_train.capture import Captured, Capturer, OnlineFeatures, capture
+from eagle3_train.capture import (
+    Captured,
+    Capturer,
+    OnlineFeatures,
+    capture,
+    capture_rolling,
+)
 from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.data import (
     ChatTemplate,
@@ -46,8 +52,9 @@ from eagle3_train.regenerate import Sampling, regenerate
 from eagle3_train.report import NAME as REPORT
 from eagle3_train.report import length_histogram, write_report
 from eagle3_train.resume import write_json
+from eagle3_train.rolling import check_limit, check_rolling, in_order
 from eagle3_train.simulate import Simulated, Simulator
-from eagle3_train.store import FeatureStore, remove_damaged
+from eagle3_train.store import FeatureStore, RollingStore, remove_damaged
 from eagle3_train.strategies import check_strategy
 from eagle3_train.trackers import check_trackers
 from eagle3_train.trainer import Trainer
@@ -58,7 +65,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float8_e4m3": torch.float8_e4m3fn,
 }
-Features = FeatureStore | OnlineFeatures
+Features = FeatureStore | OnlineFeatures | RollingStore
 
 _ASSUMED_SUPERVISED = 0.5  # share of tokens, where the data is not there to be counted
 _FREE = ("save_every", "keep", "trackers")  # fit settings that a continued run may change
@@ -146,9 +153,15 @@ def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
         folder, record = _feature_paths(config, split)
         check_outputs(folder.parent, files=(record.name,), folders=(folder.name,))
     processes = Processes()
-    for split, sources in splits.items():
+    if config.capture.max_disk_gib:
+        check_rolling(config, processes.count)
+    for split in sorted(splits, key=lambda name: _is_rolling(config, name)):  # that comes last
         folder, record = _feature_paths(config, split)
-        inputs = _feature_inputs(config, sources)
+        inputs = _feature_inputs(config, split)
+        if _is_rolling(config, split):
+            target = target or _reader(config, processes)
+            result[split] = {"output": str(folder), **vars(_capture_rolling(config, target))}
+            continue
         if processes.is_main and verify:
             _remove_damaged(folder, record)
         processes.wait_long()
@@ -168,7 +181,7 @@ def _capture_split(
 ) -> Captured:
     folder, record = _feature_paths(config, split)
     sources = _splits(config)[split]
-    inputs = _feature_inputs(config, sources)
+    inputs = _feature_inputs(config, split)
     capturer = _capturer(config, target)  # refuses a target before anything is removed
     prepared = None
     if processes.is_main:
@@ -190,6 +203,27 @@ def _capture_split(
         write_json(_sources_file(config, split), {"sources": _origins(prepared.examples)})
         record_inputs(record, inputs)
     return done
+
+
+def _capture_rolling(config: TrainConfig, target: Target) -> Captured:
+    folder, record = _feature_paths(config, "train")
+    inputs = _feature_inputs(config, "train")
+    capturer = _capturer(config, target)
+    limit = check_limit(config, capturer.meta)
+    sources = _splits(config)["train"]
+    prepared = _prepare(config, "train", sources, target, _template(config, target))
+    if changed_inputs(recorded_inputs(record) or {}, inputs):
+        shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
+    console.print("capture goes on as eagle3-train fit consumes; start it beside this")
+    return capture_rolling(
+        capturer,
+        in_order(prepared.examples, config.seed),
+        folder,
+        batch_tokens=config.capture.batch_tokens,
+        max_bytes=limit,
+        begun=lambda: record_inputs(record, inputs),
+    )
 
 
 def _remove_damaged(folder: Path, record: Path) -> None:
@@ -218,7 +252,7 @@ def run_fit(
         "seed": config.seed,
         **_draft_identity(config),
         "fit": config.fit.model_dump(exclude=set(_FREE)),
-        "features": _feature_inputs(config, _splits(config)["train"]),
+        "features": _feature_inputs(config, "train"),
     }
     draft_folder = config.out / "draft"
     record = config.out / "draft.inputs.json"
@@ -243,6 +277,8 @@ def run_fit(
         return result | {"interrupted": True}
     trainer.save()
     if trainer.is_main:
+        if isinstance(train, RollingStore):
+            train.release(len(train))
         record_inputs(record, identity)
     return result
 
@@ -392,6 +428,8 @@ def _check_supervised(config: TrainConfig, draft: Eagle3Draft, samples: Features
     """Refuse data that would train nothing, such as answers outside the draft vocabulary."""
     t2d = draft.t2d if draft.config.is_pruned else None
     convention = config.fit.loss_convention
+    if isinstance(samples, RollingStore) and samples.is_begun:
+        return  # the run that began has asked
     for i in range(len(samples)):
         if supervised_slots(Batch.pack([samples[i]]), 1, t2d, convention).any():
             return
@@ -508,16 +546,24 @@ def _sources(config: TrainConfig, split: str, store: Features) -> list[str]:
     return found.get("sources") or [f"data.{split}"] * len(store)
 
 
-def _feature_inputs(config: TrainConfig, sources: Sequence[str]) -> dict[str, Any]:
+def _feature_inputs(config: TrainConfig, split: str) -> dict[str, Any]:
     return {
         "target": config.target,
-        "capture": config.capture.model_dump(exclude={"batch_tokens", "mode", "placement"}),
+        "capture": config.capture.model_dump(
+            exclude={"batch_tokens", "mode", "placement", "max_disk_gib"}
+        ),
         "data": {
             **config.data.model_dump(include={"max_length", "chat_template"}),
             **_template_arguments(config),
         },
-        "files": hash_files([*sources, *_template_files(config)]),
+        "files": hash_files([*_splits(config)[split], *_template_files(config)]),
+        # In the order of training, and gone when read.
+        **({"rolling": config.seed} if _is_rolling(config, split) else {}),
     }
+
+
+def _is_rolling(config: TrainConfig, split: str) -> bool:
+    return split == "train" and config.capture.max_disk_gib is not None
 
 
 def _features(config: TrainConfig, split: str) -> Features:
@@ -531,14 +577,19 @@ def _features(config: TrainConfig, split: str) -> Features:
         return OnlineFeatures(_capturer(config, target), prepared.examples)
     folder, record = _feature_paths(config, split)
     found = recorded_inputs(record)
-    changed = changed_inputs(found or {}, _feature_inputs(config, sources))
+    changed = changed_inputs(found or {}, _feature_inputs(config, split))
     if changed:
         made = f" (made with other {', '.join(changed)})" if found else ""
         raise UserError(
             f"{folder}: no states of the data.{split} of this config{made}; "
             "run eagle3-train capture with it first"
         )
-    return FeatureStore(folder)
+    if not _is_rolling(config, split):
+        return FeatureStore(folder)
+    check_rolling(config, 1)
+    target = load_target(config.target)
+    prepared = _prepare(config, split, sources, target, _template(config, target))
+    return RollingStore(folder, in_order(prepared.examples, config.seed))
 
 
 def _check_belongs(config: DraftConfig, folder: Path, store: Features) -> None:

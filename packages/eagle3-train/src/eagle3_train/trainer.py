@@ -28,6 +28,7 @@ from eagle3_train.resume import (
     save_checkpoint,
 )
 from eagle3_train.schedule import learning_rate_factor, unroll_length
+from eagle3_train.store import RollingStore
 from eagle3_train.strategies import make_strategy
 from eagle3_train.trackers import Sink, open_sinks
 from eagle3_train.ttt import Batch, supervised_slots
@@ -87,6 +88,7 @@ class Trainer:
         self.processes.wait()
         self.progress = self._continue()
         self.steps = self._plan()
+        self.saved_step = 0  # of the last checkpoint of this process
 
     def _continue(self) -> Progress:
         """Take up the newest checkpoint; none means step 0."""
@@ -99,6 +101,8 @@ class Trainer:
     def _plan(self) -> list[list[int]]:
         """The samples of every optimiser step of the run."""
         fit = self.fit
+        if isinstance(self.train, RollingStore):  # shuffled when it was planned
+            return pack(range(len(self.train)), self.lengths, fit.batch_tokens)[: fit.max_steps]
         steps: list[list[int]] = []
         for epoch in range(fit.epochs):
             steps += epoch_batches(self.lengths, fit.batch_tokens, self.config.seed, epoch)
@@ -237,6 +241,12 @@ class Trainer:
             )
         return StepCounts(processes.sum(counts.values)).summary()
 
+    def _release(self) -> None:
+        """Let go of what the checkpoint before this one needs no more: it may have to take over."""
+        if isinstance(self.train, RollingStore):
+            self.train.release(sum(map(len, self.steps[: self.saved_step])))
+        self.saved_step = self.progress.step
+
     def _save_checkpoint(self) -> None:
         moments = self.strategy.moments()
         with self.strategy.whole() as draft:
@@ -244,4 +254,5 @@ class Trainer:
                 save_checkpoint(
                     self.checkpoints, self.progress, draft, moments, self.identity, self.fit.keep
                 )
+                self._release()
         self.processes.wait()

@@ -11,11 +11,14 @@ names exists. Writers share nothing but the folder.
 
 from eagle3_train.store.format import StoreMeta
 from eagle3_train.store.reader import FeatureStore
+from eagle3_train.store.rolling import RollingStore, RollingWriter
 from eagle3_train.store.sample import Sample, check_finite, head_digest, sample_key
 from eagle3_train.store.writer import StoreWriter, remove_damaged
 
 __all__ = [
     "FeatureStore",
+    "RollingStore",
+    "RollingWriter",
     "Sample",
     "StoreMeta",
     "StoreWriter",

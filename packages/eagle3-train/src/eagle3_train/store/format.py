@@ -46,6 +46,15 @@ class StoreMeta:
         return cls(**{**values, "aux_layer_ids": tuple(values["aux_layer_ids"])})
 
     @property
+    def token_bytes(self) -> int:
+        """What one token takes in a shard."""
+        count, width = len(self.aux_layer_ids), self.hidden_size
+        beside = 8 + 1 + 4 + 4  # id, mask, argmax, logz
+        if self.dtype == FP8:
+            return count * (width + 1) + 2 * width + beside
+        return (count + 1) * width * (4 if self.dtype == "float32" else 2) + beside
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Names of a sample's tensors in a shard."""
         return (*_FIELDS, _EXPONENT) if self.dtype == FP8 else _FIELDS

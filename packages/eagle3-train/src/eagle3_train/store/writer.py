@@ -1,7 +1,7 @@
 """Adding samples to a store, by one process or by many at once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +63,7 @@ class StoreWriter:
         self._prefix = f"shard-{writer}"
         self._pending: list[tuple[str, int, dict[str, Tensor]]] = []
         self._pending_bytes = 0
+        self._number = -1  # of the last shard
         self._pending_mass = torch.zeros(meta.vocab_size, dtype=torch.float64)
         if not (self._path / INDEX).exists():
             self._path.mkdir(parents=True, exist_ok=True)
@@ -125,6 +126,22 @@ class StoreWriter:
         self._pending, self._pending_bytes = [], 0
         self._pending_mass = torch.zeros_like(self._pending_mass)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of this writer's shards, and of what will be its next."""
+        return sum(shard["bytes"] for shard in self._own) + self._pending_bytes
+
+    def drop_shards(self, done: Callable[[str], bool]) -> bool:
+        """Delete this writer's shards of which all samples are done; whether there was one."""
+        gone = [s for s in self._own if all(done(sample["key"]) for sample in s["samples"])]
+        if not gone:
+            return False
+        self._own = [shard for shard in self._own if shard not in gone]
+        write_index(self._path, Index(self._meta, None, self._own), self._name)
+        for shard in gone:
+            (self._path / shard["file"]).unlink()
+        return True
+
     def finish(self, keys: Sequence[str]) -> None:
         """Declare the store complete: readers see these samples in this order, and no others.
 
@@ -160,7 +177,8 @@ class StoreWriter:
 
     def _next_number(self) -> int:
         taken = [int(shard["file"].split("-")[2].split(".")[0]) for shard in self._own]
-        return max(taken, default=-1) + 1
+        self._number = max([self._number, *taken]) + 1
+        return self._number
 
 
 def all_shards(path: Path, meta: StoreMeta | None = None) -> list[dict[str, Any]]:
