@@ -79,7 +79,9 @@ class Clock:
     def median(self, call: Callable[[], Any]) -> float:
         """Of one call."""
         if self._on_gpu:
-            return float(triton.testing.do_bench_cudagraph(call, return_mode="median"))
+            median = triton.testing.do_bench_cudagraph(call, return_mode="median")
+            assert isinstance(median, float)
+            return median
         began = time.perf_counter()
         call()
         return (time.perf_counter() - began) * 1e3

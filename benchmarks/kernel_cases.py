@@ -99,7 +99,7 @@ def _attention_cases(
     slots = torch.arange(rows, device=device)
     packed = s.requests * rows
     queries = draw(packed, s.query_heads, s.head_dim)
-    int32 = {"dtype": torch.int32, "device": device}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
     segments = Segments(
         first_row=torch.arange(0, packed, rows, **int32),
         num_rows=torch.full((s.requests,), rows, **int32),
@@ -155,7 +155,7 @@ def _verify_cases(
     tokens = _ids(s.vocab, (batch, rows), device)
     parents = torch.arange(-1, rows - 1, device=device).repeat(batch, 1)
     coins = torch.rand(batch, rows, device=device)
-    full = {"device": device}
+    full: dict[str, Any] = {"device": device}
     greedy = Processing(
         temperature=torch.zeros(batch, **full),
         top_k=torch.zeros(batch, dtype=torch.int32, **full),
