@@ -9,18 +9,26 @@ wrong after 'e' and cannot propose 'Q'.
 """
 
 import math
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
+import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_core import CacheContext, DraftConfig, Eagle3Draft, save_draft
 from eagle3_core.target import Target, capture_boundaries
 from eagle3_core.vocab import vocab_map
+from eagle3_serve.engine import Engine
+from eagle3_serve.server import EngineWorker, create_app
 
 BOS, EOS, IM_START, IM_END = range(256, 260)
 V = H = 272  # twelve padding rows that the tokenizer does not know
@@ -233,3 +241,58 @@ def _write_draft(folder: Path, chain: list[int]) -> None:
         draft.lm_head.weight.copy_(_head(chain, frozenset(b"e"))[kept])
         draft.d2t, draft.t2d = vocab_map(kept, V)
     save_draft(draft, folder)
+
+
+SECONDS = 60  # for any one request; a hang fails instead of blocking
+
+
+class Running:
+    """A server on loopback, with one client of each kind: making them takes longer than to ask."""
+
+    def __init__(self, url: str, model: str, engine: Engine, depth: int) -> None:
+        self.url, self.model, self.engine, self.depth = url, model, engine, depth
+        self.http = httpx.Client(base_url=url, timeout=SECONDS)
+        self.client = openai.OpenAI(
+            base_url=f"{url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.Client(timeout=SECONDS),
+        )
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def settle(self) -> None:
+        """Wait until nothing runs."""
+        end = time.monotonic() + SECONDS
+        while self.engine.has_work:
+            assert time.monotonic() < end, "the engine is still busy"
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(
+    engine: Engine, target: Target, depth: int = 0, options: Any = None
+) -> Iterator[Running]:
+    """A server over an engine; ends cleanly, or the test fails."""
+    app = create_app(EngineWorker(engine), target, options)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + SECONDS
+        while not server.started:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", target.name, engine, depth)
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def run_server() -> Callable[..., Any]:
+    """Context manager of a `Running` server: (engine, target, depth, options)."""
+    return running

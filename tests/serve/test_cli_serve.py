@@ -216,7 +216,7 @@ class TestArguments:
         [
             ([], "required: COMMAND"),
             (["serve"], "required: TARGET"),
-            (["serve", "x", "--topk", "4"], "unrecognized arguments: --topk 4"),
+            (["serve", "x", "--top-q", "4"], "unrecognized arguments: --top-q 4"),
             (["serve", "x", "--num-speculative-tokens", "-1"], "'-1' is not a whole number >= 0"),
             (["serve", "x", "--max-batch-size", "0"], "'0' is not a whole number >= 1"),
             (["serve", "x", "--dtype", "int4"], "invalid choice: 'int4'"),

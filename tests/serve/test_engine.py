@@ -178,7 +178,7 @@ def test_requests_time_out_and_queues_are_bounded(target: Any, draft: Any) -> No
     engine = _engine(target, draft, 2, request_timeout_s=1e-9)
     engine.add([97], _params(), "late")
     (output,) = engine.step()
-    assert (output.finish_reason, output.error) == ("abort", "took longer than 1e-09 s")
+    assert (output.finish_reason, output.error) == ("timeout", "took longer than 1e-09 s")
     assert not engine.has_work
     engine = _engine(target, draft, 2, max_batch_size=2, max_queue_size=3)
     for i in range(5):

@@ -44,8 +44,11 @@ def engines(pairs: Any) -> tuple[Engine, list[Engine]]:
     pairs.fit(target, fitted, PROMPTS[:2], 16)
     pruned = pairs.draft(target, draft_vocab_size=30)
     speculating = [
-        Engine(target, draft, EngineConfig(num_speculative_tokens=k, max_batch_size=batch))
-        for draft, k, batch in ((fitted, 4, 16), (pruned, 3, 7))
+        Engine(target, draft, EngineConfig(**shape))
+        for draft, shape in (
+            (fitted, {"num_speculative_tokens": 4, "max_batch_size": 16}),
+            (pruned, {"num_speculative_tokens": 3, "topk": 3, "max_batch_size": 7}),
+        )
     ]
     plain = EngineConfig(num_speculative_tokens=0, max_batch_size=8)
     return Engine(target, None, plain), speculating

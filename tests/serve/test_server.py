@@ -2,71 +2,25 @@
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from eagle3_core import load_draft
 from eagle3_core.target import Target, load_target
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.engine import Engine
 from eagle3_serve.sampling import SamplingParams
-from eagle3_serve.server import EngineWorker, create_app
+from eagle3_serve.server import EngineWorker, ServerOptions
 from eagle3_serve.server.errors import ApiError
 
 SECONDS = 60  # for any one request; a hang fails instead of blocking
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-
-
-class Running:
-    """A server on loopback, with one client of each kind: making them takes longer than to ask."""
-
-    def __init__(self, url: str, model: str, engine: Engine, depth: int) -> None:
-        self.url, self.model, self.engine, self.depth = url, model, engine, depth
-        self.http = httpx.Client(base_url=url, timeout=SECONDS)
-        self.client = openai.OpenAI(
-            base_url=f"{url}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=httpx.Client(timeout=SECONDS),
-        )
-
-    def post(self, path: str, body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
-
-    def settle(self) -> None:
-        """Wait until nothing runs."""
-        end = time.monotonic() + SECONDS
-        while self.engine.has_work:
-            assert time.monotonic() < end, "the engine is still busy"
-            time.sleep(0.01)
-
-
-@contextmanager
-def running(engine: Engine, target: Target, depth: int = 0, **options: Any) -> Iterator[Running]:
-    app = create_app(EngineWorker(engine), target, **options)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        end = time.monotonic() + SECONDS
-        while not server.started:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(f"http://127.0.0.1:{port}", target.name, engine, depth)
-    finally:
-        server.should_exit = True
-        thread.join(SECONDS)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +29,12 @@ def target(chain_pair: Any) -> Target:
 
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["plain", "draft"])
-def server(request: pytest.FixtureRequest, chain_pair: Any, target: Target) -> Iterator[Running]:
+def server(
+    request: pytest.FixtureRequest, chain_pair: Any, target: Target, run_server: Any
+) -> Iterator[Any]:
     draft = load_draft(chain_pair.draft, target).draft if request.param else None
     config = EngineConfig(num_speculative_tokens=request.param, max_batch_size=4)
-    with running(Engine(target, draft, config), target, request.param) as server:
+    with run_server(Engine(target, draft, config), target, request.param) as server:
         yield server
 
 
@@ -106,7 +62,7 @@ class TestCompletions:
         ],
     )
     def test_greedy_text_streamed_and_whole(
-        self, server: Running, options: dict[str, Any], text: str, tokens: int, reason: str
+        self, server: Any, options: dict[str, Any], text: str, tokens: int, reason: str
     ) -> None:
         client = server.client
         whole = client.completions.create(model=server.model, temperature=0, **options)
@@ -128,7 +84,7 @@ class TestCompletions:
         assert last.usage is not None
         assert last.usage.completion_tokens == tokens
 
-    def test_a_list_of_prompts_and_n(self, server: Running) -> None:
+    def test_a_list_of_prompts_and_n(self, server: Any) -> None:
         answer = server.client.completions.create(
             model=server.model, prompt=["f", [ord("A")]], n=2, max_tokens=2, temperature=0
         )
@@ -141,7 +97,7 @@ class TestCompletions:
         assert answer.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 8)
 
-    def test_usage_says_how_speculation_fared(self, server: Running) -> None:
+    def test_usage_says_how_speculation_fared(self, server: Any) -> None:
         answer = server.post(
             "/v1/completions", {"prompt": "f", "max_tokens": 16, "temperature": 0}
         ).json()
@@ -156,7 +112,7 @@ class TestCompletions:
             assert rounds == 15
             assert speculation["num_drafted_tokens"] == 0
 
-    def test_seeded_choices_repeat_as_a_set_and_differ(self, server: Running) -> None:
+    def test_seeded_choices_repeat_as_a_set_and_differ(self, server: Any) -> None:
         def texts(seed: int | None) -> list[str]:
             answer = server.client.completions.create(
                 model=server.model, prompt="f", n=4, max_tokens=12, seed=seed
@@ -168,7 +124,7 @@ class TestCompletions:
         assert texts(4)[0] == texts(3)[1]  # choice i of seed s is seed s + i
         assert len(set(texts(None))) == 4
 
-    def test_unset_temperature_is_one(self, server: Running) -> None:
+    def test_unset_temperature_is_one(self, server: Any) -> None:
         """top_k alone must sample: after 'c', 'd' with 2/3 and 'e' with 1/3."""
         answer = server.client.completions.create(
             model=server.model, prompt="c", n=64, max_tokens=1, seed=0, extra_body={"top_k": 2}
@@ -180,12 +136,12 @@ class TestCompletions:
         [{"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-9}, {"temperature": 0, "top_k": 10**6}],
     )
     def test_edges_that_leave_one_token_are_greedy(
-        self, server: Running, options: dict[str, Any]
+        self, server: Any, options: dict[str, Any]
     ) -> None:
         answer = server.post("/v1/completions", {"prompt": "c", "max_tokens": 6, **options}).json()
         assert answer["choices"][0]["text"] == "defghi"
 
-    def test_null_and_neutral_values_mean_the_default(self, server: Running) -> None:
+    def test_null_and_neutral_values_mean_the_default(self, server: Any) -> None:
         body = {
             "prompt": "f",
             "max_tokens": 3,
@@ -207,7 +163,7 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]  # the template ends in "
 
 
 class TestChat:
-    def test_answer(self, server: Running, target: Target) -> None:
+    def test_answer(self, server: Any, target: Target) -> None:
         answer = server.client.chat.completions.create(
             model=server.model, messages=MESSAGES, temperature=0, max_tokens=5
         )
@@ -218,9 +174,7 @@ class TestChat:
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(target.tokenizer(rendered)["input_ids"])
 
-    def test_an_earlier_answer_can_be_sent_back_as_the_client_holds_it(
-        self, server: Running
-    ) -> None:
+    def test_an_earlier_answer_can_be_sent_back_as_the_client_holds_it(self, server: Any) -> None:
         client = server.client
         first = client.chat.completions.create(
             model=server.model, messages=MESSAGES, temperature=0, max_tokens=2
@@ -238,7 +192,7 @@ class TestChat:
         )
         assert second.choices[0].message.content == "abcd"
 
-    def test_stream_protocol(self, server: Running) -> None:
+    def test_stream_protocol(self, server: Any) -> None:
         chunks = list(
             server.client.chat.completions.create(
                 model=server.model,
@@ -258,7 +212,7 @@ class TestChat:
             assert "".join(c.delta.content or "" for c in mine) == ALPHABET[:9]
             assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + ["length"]
 
-    def test_raw_stream_ends_with_usage_and_done(self, server: Running) -> None:
+    def test_raw_stream_ends_with_usage_and_done(self, server: Any) -> None:
         body = {
             "messages": MESSAGES,
             "temperature": 0,
@@ -274,7 +228,7 @@ class TestChat:
         assert all(chunk["usage"] is None for chunk in others)
         assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
 
-    def test_text_is_utf8_and_never_half_a_character(self, server: Running) -> None:
+    def test_text_is_utf8_and_never_half_a_character(self, server: Any) -> None:
         response = server.post(
             "/v1/completions",
             {"prompt": "😀", "temperature": 0, "max_tokens": 16, "stream": True},
@@ -286,19 +240,20 @@ class TestChat:
 
 @pytest.mark.parametrize("server", [4], indirect=True, ids=["draft"])
 class TestModels:
-    def test_list_and_retrieve(self, server: Running) -> None:
+    def test_list_and_retrieve(self, server: Any) -> None:
         models = server.client.models
         assert [m.id for m in models.list()] == [server.model]
         assert models.retrieve(server.model).id == server.model
 
-    def test_another_model_is_not_found(self, server: Running) -> None:
+    def test_another_model_is_not_found(self, server: Any) -> None:
         with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served here"):
             server.client.completions.create(model="gpt-4", prompt="f")
 
-    def test_health(self, server: Running) -> None:
+    def test_health(self, server: Any) -> None:
         assert server.http.get("/health").json() == {"status": "ok"}
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 BAD_BODIES = [
     ({"prompt": "f", "n": 10**9}, "n", "128"),
     ({"prompt": "f", "n": 0}, "n", "greater than or equal to 1"),
@@ -317,9 +272,30 @@ BAD_BODIES = [
     ({"prompt": "f", "stream_options": {}}, "stream_options", "stream"),
     ({"prompt": "f", "temprature": 0}, "temprature", "did you mean 'temperature'"),
     ({"prompt": "f", "frobnicate": 0}, "frobnicate", "unknown"),
-    ({"prompt": "f", "logit_bias": {"5": -100}}, "logit_bias", "not supported"),
-    ({"prompt": "f", "min_p": 0.5}, "min_p", "not supported"),
-    ({"prompt": "f", "echo": True}, "echo", "not supported"),
+    ({"prompt": "f", "logit_bias": {"272": 1}}, "logit_bias", "272 is not in 0..271"),
+    ({"prompt": "f", "logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+    ({"prompt": "f", "logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
+    ({"prompt": "f", "logit_bias": [5]}, "logit_bias", "an object"),
+    ({"prompt": "f", "min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"prompt": "f", "repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"prompt": "f", "presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    ({"prompt": "f", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "above max_tokens, 4"),
+    ({"prompt": "f", "echo": True, "logprobs": 1}, "logprobs", "not with echo"),
+    ({"prompt": "f", "suffix": "x"}, "suffix", "not supported"),
+    ({"prompt": "f", "best_of": 2}, "best_of", "not supported"),
+    ({"prompt": "f", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"prompt": "f", "logprobs": True}, "logprobs", "integer"),
+    (
+        {"prompt": "f", "structured_outputs": {"regex": "("}},
+        "structured_outputs",
+        "unclosed group",
+    ),
+    ({"prompt": "f", "structured_outputs": {}}, "structured_outputs", "give one"),
+    (
+        {"prompt": "f", "structured_outputs": {"regex": "a"}, "ignore_eos": True},
+        "ignore_eos",
+        "no meaning with structured_outputs",
+    ),
     ({}, "prompt", "required"),
     ({"prompt": None}, "prompt", "required"),
     ({"prompt": []}, "prompt", "must be"),
@@ -331,8 +307,6 @@ BAD_BODIES = [
     ({"prompt": ["f"] * 65, "n": 2}, "n", "more than 128"),
     ({"prompt": "f", "stop_token_ids": [272]}, "stop_token_ids", "272 is not in 0..271"),
     ({"prompt": "f", "stop_token_ids": [-1]}, "stop_token_ids", "-1 is not in"),
-    # The chosen tokens' logprobs, not none: only false and null ask for nothing.
-    ({"prompt": "f", "logprobs": 0}, "logprobs", "not supported"),
 ]
 BAD_CHATS = [
     ({}, "messages", "required"),
@@ -352,11 +326,47 @@ BAD_CHATS = [
         "messages",
         "system comes first",
     ),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0.function", "required"),
+    ({"messages": MESSAGES, "tools": [TOOL]}, "tools", "--tool-call-parser"),
+    ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "tools", "same name"),
+    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice", "there are no tools"),
     (
-        {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto?"},
+        "tool_choice",
+        "must be none, auto, required or",
+    ),
+    (
+        {
+            "messages": MESSAGES,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "other"}},
+        },
+        "tool_choice",
+        "'other' is none of the tools",
+    ),
+    (
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "none"},
+        "tools",
+        "no place for them",
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "goes with role 'tool'"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs", "only allowed with logprobs"),
+    ({"messages": MESSAGES, "logprobs": 1}, "logprobs", "boolean"),
+    (
+        {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
         "response_format",
-        "not supported",
+        "json_schema goes with type",
+    ),
+    (
+        {
+            "messages": MESSAGES,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "frob"}},
+            },
+        },
+        "response_format",
+        "Invalid type: frob",
     ),
     (
         {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2},
@@ -374,7 +384,7 @@ class TestRefusals:
         + [("/v1/chat/completions", *row) for row in BAD_CHATS],
     )
     def test_400_names_the_field(
-        self, server: Running, path: str, body: dict[str, Any], param: str, words: str
+        self, server: Any, path: str, body: dict[str, Any], param: str, words: str
     ) -> None:
         response = server.post(path, body)
         error = response.json()["error"]
@@ -409,7 +419,7 @@ class TestRefusals:
         ],
     )
     def test_bodies_that_are_no_request(
-        self, server: Running, content: bytes, status: int, words: str
+        self, server: Any, content: bytes, status: int, words: str
     ) -> None:
         response = server.http.post(
             "/v1/completions", content=content, headers={"Content-Type": "application/json"}
@@ -418,7 +428,7 @@ class TestRefusals:
         assert words in response.json()["error"]["message"]
         assert server.http.get("/health").status_code == 200
 
-    def test_wrong_method_and_unknown_path(self, server: Running) -> None:
+    def test_wrong_method_and_unknown_path(self, server: Any) -> None:
         wrong_method = server.http.get("/v1/completions")
         assert wrong_method.status_code == 405
         assert wrong_method.headers["allow"] == "POST"
@@ -428,7 +438,7 @@ class TestRefusals:
         assert "/v1/nowhere" in nowhere.json()["error"]["message"]
 
     @pytest.mark.parametrize(("length", "room"), [(251, 5), (255, 1), (256, None), (258, None)])
-    def test_context_limit(self, server: Running, length: int, room: int | None) -> None:
+    def test_context_limit(self, server: Any, length: int, room: int | None) -> None:
         """256 positions: a prompt must leave room for a token, and the answer is cut to fit."""
         response = server.post("/v1/completions", {"prompt": "a" * length, "temperature": 0})
         if room is None:
@@ -442,13 +452,13 @@ class TestRefusals:
             assert answer["choices"][0]["finish_reason"] == "length"
             assert answer["usage"]["completion_tokens"] == room
 
-    def test_a_refused_stream_has_a_status(self, server: Running) -> None:
+    def test_a_refused_stream_has_a_status(self, server: Any) -> None:
         response = server.post("/v1/completions", {"prompt": "a" * 300, "stream": True})
         assert response.status_code == 400
 
 
 class TestConcurrency:
-    def test_clients_do_not_touch_each_other(self, server: Running) -> None:
+    def test_clients_do_not_touch_each_other(self, server: Any) -> None:
         """More clients than batch slots, of different lengths, some streaming."""
 
         def ask(i: int) -> str:
@@ -471,9 +481,9 @@ class TestConcurrency:
         assert texts == [(ALPHABET * 2)[i + 1 : i + 4 + i] for i in range(12)]
 
 
-def test_api_key_guards_the_api_but_not_health(chain_pair: Any, target: Target) -> None:
+def test_api_key_guards_the_api_but_not_health(target: Target, run_server: Any) -> None:
     engine = Engine(target, None, EngineConfig(num_speculative_tokens=0))
-    with running(engine, target, api_key="secret") as server:
+    with run_server(engine, target, options=ServerOptions(api_key="secret")) as server:
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.client.with_options(api_key="wrong").models.list()
         response = server.http.post("/v1/completions", content=b"{")
@@ -495,11 +505,13 @@ class _Slow(Engine):
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_slots(target: Target, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_slots(
+    target: Target, run_server: Any, stream: bool
+) -> None:
     """Two endless requests fill the batch and two wait; their client goes away."""
     engine = _Slow(target, None, EngineConfig(num_speculative_tokens=0, max_batch_size=2))
     body = {"prompt": "a", "n": 4, "max_tokens": 250, "stream": stream, "temperature": 0}
-    with running(engine, target) as server:
+    with run_server(engine, target) as server:
         if stream:
             with server.http.stream("POST", "/v1/completions", json=body) as response:
                 assert next(response.iter_lines()).startswith("data: ")
@@ -525,10 +537,10 @@ class _Breaks(Engine):
         return super().step()
 
 
-def test_a_failed_round_is_a_500_and_the_server_lives_on(chain_pair: Any, target: Target) -> None:
+def test_a_failed_round_is_a_500_and_the_server_lives_on(target: Target, run_server: Any) -> None:
     engine = _Breaks(target, None, EngineConfig(num_speculative_tokens=0))
     body = {"prompt": "f", "max_tokens": 2, "temperature": 0}
-    with running(engine, target) as server:
+    with run_server(engine, target) as server:
         engine.broken = True
         response = server.post("/v1/completions", body)
         assert response.status_code == 500

@@ -1,6 +1,7 @@
 """Command line of eagle3-serve: arguments in, exit status out."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,24 @@ def build_parser() -> argparse.ArgumentParser:
         "--port", type=int, default=8000, help="0 picks a free one (default: %(default)s)"
     )
     serve.add_argument("--api-key", type=_not_empty, help="key that clients must send")
+    serve.add_argument(
+        "--max-queue",
+        type=_count(0),
+        default=256,
+        metavar="N",
+        help="requests that may wait; a 503 tells more to come back (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--request-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="end a request with a 504 when it takes longer (default: never)",
+    )
+    serve.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json"),
+        help="how the model marks tool calls; without it, only calls that are forced are served",
+    )
     serve.add_argument(
         "--json", action="store_true", help="when ready, print one JSON object on stdout"
     )
@@ -156,6 +175,16 @@ def _temperature(text: str) -> float:
         value = -1.0
     if not 0 <= value <= 2:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 2")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -22,7 +22,7 @@ from eagle3_serve.engine import Engine
 from eagle3_serve.generate import generate as decode_all
 from eagle3_serve.prompts import read_prompts
 from eagle3_serve.sampling import SamplingParams
-from eagle3_serve.server import EngineWorker, create_app, listen, run
+from eagle3_serve.server import EngineWorker, ServerOptions, create_app, listen, run
 
 _SHAPE = ("num_speculative_tokens", "topk", "num_verify_tokens")
 _STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -35,7 +35,9 @@ def serve(args: argparse.Namespace) -> None:
         UserError: the address, the target, the draft or their combination cannot be used.
     """
     with listen(args.host, args.port) as listener:
-        target, engine = _load(args)
+        target, engine = _load(
+            args, max_queue_size=args.max_queue, request_timeout_s=args.request_timeout
+        )
         worker = EngineWorker(engine)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -46,7 +48,8 @@ def serve(args: argparse.Namespace) -> None:
                 print(json.dumps(facts), flush=True)
             _STDERR.print(f"ready: {url}/v1 serves {target.name}")
 
-        run(create_app(worker, target, args.api_key), worker, listener, ready)
+        options = ServerOptions(api_key=args.api_key, tool_call_parser=args.tool_call_parser)
+        run(create_app(worker, target, options), worker, listener, ready)
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -89,13 +92,13 @@ def generate(args: argparse.Namespace) -> None:
         _print_figures(figures)
 
 
-def _load(args: argparse.Namespace) -> tuple[Target, Engine]:
-    """The target and an engine over it, with the draft if one was given."""
+def _load(args: argparse.Namespace, **limits: Any) -> tuple[Target, Engine]:
+    """The target and an engine over it, with the draft if one was given, and more limits."""
     shape = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
     for name, value in shape.items():
         if args.draft is None and value:
             raise UserError(f"--{name.replace('_', '-')}: needs a draft; give --draft DIR")
-    config = EngineConfig(max_batch_size=args.max_batch_size, exact=args.exact, **shape)
+    config = EngineConfig(max_batch_size=args.max_batch_size, exact=args.exact, **shape, **limits)
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     with _STDERR.status("loading"):

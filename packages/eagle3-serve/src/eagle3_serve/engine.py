@@ -15,12 +15,13 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from eagle3_core import Eagle3Draft, UserError
+from eagle3_core import DraftConfig, Eagle3Draft, UserError
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target
 from eagle3_core.tree import TreeShape
 from eagle3_serve.attention import PackedContext
 from eagle3_serve.config import EngineConfig
+from eagle3_serve.constraints import Constraint, Grammars
 from eagle3_serve.drafter import Drafter
 from eagle3_serve.kv import Segment
 from eagle3_serve.metrics import EngineStats, RequestStats
@@ -31,7 +32,7 @@ from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.scheduler import Limits, Request, Scheduler, Turn, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
 from eagle3_serve.target import TargetRunner, kv_shape, positions
-from eagle3_serve.verify import target_choices
+from eagle3_serve.verify import RoundTrace, TokenLogprobs, path_logprobs, target_choices
 
 
 class QueueFullError(RuntimeError):
@@ -50,7 +51,10 @@ class TokenOutput:
     num_output_tokens: int  # all so far
     num_cached_tokens: int  # of the prompt, which a request before had run already
     stats: RequestStats  # all so far; the engine goes on counting in it
-    error: str | None = None  # why it ended before its time; finish_reason is "abort" then
+    # Why it ended before its time; finish_reason is "abort" or "timeout" then.
+    error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of the new tokens, where asked for
+    trace: RoundTrace | None = None  # of this round, where asked for
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
             check_draft(target, draft)
         self.target = target
         self.stats = EngineStats()
+        self.grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._shape = shape
         self._device = target.model.device
         self._runner = TargetRunner(
@@ -85,7 +90,7 @@ class Engine:
         if config.exact:
             self._runner.check_exact()
         self._drafter = Drafter(draft, num_slots) if draft is not None and shape else None
-        self._config = config
+        self.config = config
         self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
         limits = Limits(
             config.max_batch_size, config.max_num_batched_tokens, self.max_model_len, round_slots
@@ -104,6 +109,26 @@ class Engine:
         return self._pool.num_free
 
     @property
+    def num_pages(self) -> int:
+        """Pages of keys and values in all."""
+        return self._pool.num_pages
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request had to give its pages up."""
+        return self._scheduler.num_preemptions
+
+    @property
+    def draft_config(self) -> DraftConfig | None:
+        """The draft's; None when decoding plainly."""
+        return None if self._drafter is None else self._drafter.draft.config
+
+    @property
     def num_waiting(self) -> int:
         """Requests that have not started, or had to give their pages up."""
         return len(self._scheduler.waiting)
@@ -115,9 +140,12 @@ class Engine:
             UserError: it can never fit, or a token id is not the target's.
         """
         limit = self._scheduler.limit(prompt_ids, params)
-        wrong = next((t for t in prompt_ids if not 0 <= t < self.target.vocab_size), None)
-        if wrong is not None:
-            raise UserError(f"prompt: token id {wrong} is not in 0..{self.target.vocab_size - 1}")
+        biased = [token_id for token_id, _ in params.logit_bias]
+        for name, ids in (("prompt", prompt_ids), ("logit_bias", biased)):
+            wrong = next((i for i in ids if not 0 <= i < self.target.vocab_size), None)
+            if wrong is not None:
+                last = self.target.vocab_size - 1
+                raise UserError(f"{name}: token id {wrong} is not in 0..{last}")
         return limit
 
     def add(
@@ -130,7 +158,7 @@ class Engine:
             QueueFullError: `max_queue_size` requests wait already.
         """
         limit = self.check(prompt_ids, params)
-        longest = self._config.max_queue_size
+        longest = self.config.max_queue_size
         if longest is not None and self.num_waiting >= longest + self._scheduler.num_places:
             raise QueueFullError(f"{self.num_waiting} requests are waiting; try again later")
         # The output ends at the context limit at the latest.
@@ -138,6 +166,7 @@ class Engine:
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._requests:
             raise UserError(f"request_id: {request_id!r} is in use, expected a fresh one")
+        constraint = None if params.grammar is None else self.grammars.start(params.grammar)
         request = Request(
             id=request_id,
             prompt_len=len(prompt_ids),
@@ -145,10 +174,12 @@ class Engine:
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
             limit=limit,
-            stream=OutputStream(self.target.tokenizer, params, self.target.eos_token_ids),
-            processor=self._processor(prompt_ids, params),
+            stream=OutputStream(
+                self.target.tokenizer, params, self.target.eos_token_ids, constraint
+            ),
+            processor=self._processor(prompt_ids, params, constraint),
             table=PageTable(self._pool),
-            deadline=monotonic() + (self._config.request_timeout_s or math.inf),
+            deadline=monotonic() + (self.config.request_timeout_s or math.inf),
         )
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -185,12 +216,13 @@ class Engine:
         return late + outputs
 
     def _processor(
-        self, prompt_ids: Sequence[int], params: SamplingParams
+        self, prompt_ids: Sequence[int], params: SamplingParams, constraint: Constraint | None
     ) -> LogitsProcessor | None:
         if not needs_processor(params):
             return None
         end_ids = params.end_ids(self.target.eos_token_ids)
-        return LogitsProcessor(params, prompt_ids, end_ids, self.target.vocab_size, self._device)
+        size = self.target.vocab_size
+        return LogitsProcessor(params, prompt_ids, end_ids, size, self._device, constraint)
 
     def _expire(self) -> list[TokenOutput]:
         """End the requests whose time is over."""
@@ -198,8 +230,8 @@ class Engine:
         late = [r for r in self._requests.values() if r.deadline < now]
         for request in late:
             self._drop(request)
-        reason = f"took longer than {self._config.request_timeout_s} s"
-        return [_output(request, [], "", "abort", reason) for request in late]
+        reason = f"took longer than {self.config.request_timeout_s} s"
+        return [_output(request, [], "", "timeout", reason) for request in late]
 
     def _draft(self, turns: Sequence[Turn]) -> list[Proposal]:
         """Drafts for each request; none for one whose prompt has not run yet."""
@@ -237,7 +269,7 @@ class Engine:
             if turn.is_last:
                 logit_rows += range(len(tokens) - proposal.num_rows, len(tokens))
         positions = torch.cat([s.positions for s in segments])
-        context = PackedContext(self._store, segments, exact=self._config.exact)
+        context = PackedContext(self._store, segments, exact=self.config.exact)
         logits, aux = self._runner.forward(
             torch.tensor(tokens, device=self._device),
             positions,
@@ -273,26 +305,41 @@ class Engine:
             logits = logits.masked_fill(~sound[:, None], 0.0)  # for the others to go on
         choices = target_choices(logits, requests, [proposal.paths for proposal in proposals])
         outputs = []
-        for request, proposal, own, ok, i in zip(
-            requests, proposals, choices, sound.split(counts), last, strict=True
+        rows = zip(sound.split(counts), logits.split(counts), strict=True)
+        for request, proposal, own, (ok, own_logits), i in zip(
+            requests, proposals, choices, rows, last, strict=True
         ):
-            if ok.all():
+            error = request.failure
+            if not ok.all():
+                error = "the target's logits are not finite; its weights or dtype do not fit"
+            if error is None:
                 path = proposal.walk(own)
-                output = self._commit(request, proposal, [own[row] for row in path])
+                output = self._commit(request, proposal, path, own, own_logits)
                 known = turns[i].num_tokens - 1
-                rows = [*range(known), *(known + row for row in path)]
-                kept[i] = rows[: known + len(output.token_ids)]
+                certain = [*range(known), *(known + row for row in path)]
+                kept[i] = certain[: known + len(output.token_ids)]
                 self._store.keep(segments[i], kept[i])
                 request.num_held += len(kept[i])
                 outputs.append(output)
             else:
                 kept[i] = ()
-                error = "the target's logits are not finite; its weights or dtype do not fit"
                 outputs.append(_output(request, [], "", "abort", error))
         return outputs, kept
 
-    def _commit(self, request: Request, proposal: Proposal, tokens: Sequence[int]) -> TokenOutput:
-        """Append what the round emits, up to where the output ends."""
+    def _commit(
+        self,
+        request: Request,
+        proposal: Proposal,
+        path: Sequence[int],
+        choices: Sequence[int],
+        logits: Tensor,
+    ) -> TokenOutput:
+        """Append what the rows of `path` chose, up to where the output ends."""
+        tokens = [choices[row] for row in path]
+        said = None
+        if request.params.logprobs is not None:
+            paths = [proposal.paths[row] for row in path]
+            said = path_logprobs(logits[list(path)], request, paths, tokens)
         was_decoding, request.is_decoding = request.is_decoding, True
         is_first = not request.stream.token_ids
         kept: list[int] = []
@@ -309,11 +356,13 @@ class Engine:
         if is_first:
             self.stats.num_prompt_tokens += request.prompt_len
             self.stats.num_cached_tokens += request.num_cached_tokens or 0
+        accepted = min(len(tokens) - 1, len(kept))
         if was_decoding:
             for stats in (request.stats, self.stats):
-                accepted = min(len(tokens) - 1, len(kept))
                 stats.count(len(proposal.tokens), proposal.depth, accepted, len(kept))
-        return _output(request, kept, request.stream.take_text(), reason)
+        output = _output(request, kept, request.stream.take_text(), reason)
+        trace = RoundTrace.of(proposal, path[1 : 1 + accepted]) if request.params.trace else None
+        return replace(output, logprobs=said and said[: len(kept)], trace=trace)
 
     def _extend(
         self,
@@ -339,7 +388,7 @@ class Engine:
         self._scheduler.remember(requests)
 
     def _copy_page(self, source: int, target: int) -> None:
-        size = self._config.page_size
+        size = self.config.page_size
         slots = [slice(page * size, (page + 1) * size) for page in (source, target)]
         self._store.copy(*slots)
         if self._drafter is not None:

@@ -1,6 +1,6 @@
 """What the engine counts. Draft position 0 is the first token of a round's chain or tree."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -15,6 +15,8 @@ class RequestStats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # of the output: what a stop cut away does not count
     num_round_tokens: int = 0  # emitted by the rounds
+    drafted_per_position: list[int] = field(default_factory=list)
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
     @property
     def accept_length(self) -> float:
@@ -27,31 +29,36 @@ class RequestStats:
         self.num_drafted_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         self.num_round_tokens += num_emitted
+        self._count_positions([1] * depth, [1] * num_accepted)
+
+    def add(self, other: "RequestStats") -> None:
+        """Add another request's."""
+        self.num_rounds += other.num_rounds
+        self.num_drafted_tokens += other.num_drafted_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_round_tokens += other.num_round_tokens
+        self._count_positions(other.drafted_per_position, other.num_accepted_per_position)
+
+    def _count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        for counts, more in (
+            (self.drafted_per_position, drafted),
+            (self.num_accepted_per_position, accepted),
+        ):
+            counts.extend([0] * (len(drafted) - len(counts)))
+            for position, count in enumerate(more):
+                counts[position] += count
 
 
 @dataclass
 class EngineStats(RequestStats):
-    """The same over all requests, with positions, tokens and seconds."""
+    """The same over all requests, with tokens and seconds."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of them, found in the prefix cache
     num_output_tokens: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)
-    num_accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(
         default_factory=lambda: {"draft": 0.0, "verify": 0.0, "accept": 0.0, "extend": 0.0}
     )
-
-    def count(self, num_drafted: int, depth: int, num_accepted: int, num_emitted: int) -> None:
-        """Add a round of one request."""
-        super().count(num_drafted, depth, num_accepted, num_emitted)
-        for counts, deep in (
-            (self.drafted_per_position, depth),
-            (self.num_accepted_per_position, num_accepted),
-        ):
-            counts.extend([0] * (depth - len(counts)))
-            for position in range(deep):
-                counts[position] += 1
 
     @property
     def accepted_per_position(self) -> list[float]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from eagle3_serve.constraints import Constraint
 from eagle3_serve.sampling import SamplingParams
 
 Paths = Sequence[Sequence[int]]  # per row: the drafted tokens between the certain ones and it
@@ -20,7 +21,7 @@ class LogitsProcessor:
 
     In the order of transformers and vLLM: logit_bias; repetition_penalty over prompt and output;
     frequency_penalty and presence_penalty over the output (OpenAI's formula); no end token within
-    the first `min_tokens`.
+    the first `min_tokens`; nothing that the grammar does not allow.
     """
 
     def __init__(
@@ -30,9 +31,20 @@ class LogitsProcessor:
         end_ids: Collection[int],
         vocab_size: int,
         device: torch.device,
+        constraint: Constraint | None = None,
     ) -> None:
-        """`end_ids`: the tokens that end this request's output; some lists name absent ones."""
+        """Start in front of the output.
+
+        Args:
+            params: of the request.
+            prompt_ids: of the request.
+            end_ids: the tokens that end its output; some targets name ids they do not have.
+            vocab_size: V.
+            device: of the logits.
+            constraint: its grammar; whoever reads the output token by token moves it on.
+        """
         self._params = params
+        self._constraint = constraint
         self._num_output = 0
         self._end_ids = torch.tensor(
             [i for i in end_ids if i < vocab_size], dtype=torch.int64, device=device
@@ -57,6 +69,8 @@ class LogitsProcessor:
             short = torch.tensor([len(path) < left for path in paths], device=logits.device)
             ends = logits[:, self._end_ids].masked_fill(short[:, None], -torch.inf)
             logits[:, self._end_ids] = ends
+        if self._constraint is not None:
+            self._constraint.mask(logits, paths)
         return logits
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -79,7 +93,8 @@ class LogitsProcessor:
 
 def needs_processor(params: SamplingParams) -> bool:
     """Whether any parameter changes logits before temperature."""
-    return bool(params.logit_bias or params.has_penalties or params.min_tokens)
+    changes = params.logit_bias or params.has_penalties or params.min_tokens
+    return bool(changes) or params.grammar is not None
 
 
 def _counts(paths: Paths, like: Tensor) -> Tensor:

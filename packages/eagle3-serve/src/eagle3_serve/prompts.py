@@ -33,28 +33,45 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return token_ids
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins.
 
     The template alone decides about bos: its text is encoded without added special tokens.
 
     Raises:
-        UserError: there is no chat template, or it refuses these messages.
+        UserError: there is no chat template, it refuses these messages, or it has no place for
+            tools.
     """
     if not tokenizer.chat_template:
         raise UserError("messages: the target has no chat template; send a plain prompt instead")
     if not all(is_unicode(message["content"]) for message in messages):
         raise UserError("messages: hold an unpaired surrogate, expected valid Unicode text")
+    token_ids = _render(tokenizer, messages, tools)
+    if not token_ids:
+        raise UserError("messages: the target's chat template renders them to nothing")
+    if tools and token_ids == _render(tokenizer, messages, ()):
+        raise UserError("tools: the target's chat template has no place for them; leave them out")
+    return token_ids
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+) -> list[int]:
     # Templates raise what they like: their own errors, of several lines too, TypeError, ...
     with as_user_error("messages: the target's chat template refuses them"):
         token_ids = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
             add_generation_prompt=True,
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
         )
-    if not token_ids:
-        raise UserError("messages: the target's chat template renders them to nothing")
     return list(token_ids)  # type: ignore[arg-type]
 
 

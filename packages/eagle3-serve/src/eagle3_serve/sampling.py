@@ -44,6 +44,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0  # before any end token or stop string
+    grammar: str | None = None  # that the output has to match, from `constraints`
+    logprobs: int | None = None  # with each token its logprob and those of so many alternatives
+    trace: bool = False  # say of each round what was drafted and what was kept
 
     def __post_init__(self) -> None:
         """Check every range."""
@@ -66,6 +69,12 @@ class SamplingParams:
         if limit is not None:
             expected = f"at most max_tokens, {limit}"
             _require("min_tokens", self.min_tokens <= limit, self.min_tokens, expected)
+        if self.grammar is not None:
+            # A grammar that is complete leaves nothing but to end.
+            _require("min_tokens", not self.min_tokens, self.min_tokens, "0 with a grammar")
+            _require("ignore_eos", not self.ignore_eos, self.ignore_eos, "false with a grammar")
+        alternatives = self.logprobs
+        _require("logprobs", alternatives is None or alternatives >= 0, alternatives, "at least 0")
         _require("stop", all(self.stop), list(self.stop), "texts of at least one character")
 
     @property

@@ -36,6 +36,7 @@ class Request:
     stream: OutputStream
     table: PageTable
     processor: LogitsProcessor | None = None  # None: nothing changes logits before temperature
+    failure: str | None = None  # why its last round came to nothing
     deadline: float = math.inf  # on the monotonic clock
     num_held: int = 0
     is_decoding: bool = False  # all tokens but the last are held, and the draft has a proposal

@@ -10,10 +10,11 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from eagle3_serve.constraints import Constraint
 from eagle3_serve.detokenize import token_bytes
 from eagle3_serve.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 
 class OutputStream:
@@ -30,8 +31,13 @@ class OutputStream:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         eos_token_ids: Collection[int],
+        constraint: Constraint | None = None,
     ) -> None:
-        """Start an empty output; `params.max_tokens` of None means no limit."""
+        """Start an empty output; `params.max_tokens` of None means no limit.
+
+        It is done when `constraint` is complete, too, and moves that on.
+        """
+        self._constraint = constraint
         self.token_ids: list[int] = []
         self.finish_reason: Literal["stop", "length"] | None = None
         self._bytes = token_bytes(tokenizer)
@@ -60,6 +66,8 @@ class OutputStream:
             self._end("stop")
         elif self._add_text(self._utf8.decode(self._bytes[token_id])):
             self.finish_reason = "stop"
+        elif self._constraint is not None and self._completes(self._constraint, token_id):
+            self._end("stop")
         elif self._max_tokens is not None and len(self.token_ids) >= self._max_tokens:
             self._end("length")
         return self.finish_reason
@@ -74,6 +82,10 @@ class OutputStream:
         """Release held-back text of an output that ends from outside (an abort)."""
         self._show(self._held)
         self._held = ""
+
+    def _completes(self, constraint: Constraint, token_id: int) -> bool:
+        constraint.advance(token_id)
+        return constraint.is_complete
 
     def _end(self, reason: Literal["stop", "length"]) -> None:
         self.finish_reason = reason

@@ -10,16 +10,26 @@ from starlette.exceptions import HTTPException
 
 
 class ApiError(Exception):
-    """A refusal with an HTTP status; `param` names the request field at fault."""
+    """A refusal with an HTTP status; `param` names the request field at fault.
+
+    `retry_after`: seconds after which another try makes sense.
+    """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -39,7 +49,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status)
+        after = error.retry_after
+        headers = None if after is None else {"Retry-After": str(after)}
+        return JSONResponse(error.body(), error.status, headers)
 
     @app.exception_handler(RequestValidationError)
     def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -38,7 +38,7 @@ class Submission:
             if isinstance(output, ApiError):
                 raise output
             if output.error is not None:
-                raise ApiError(500, output.error)
+                raise ApiError(504 if output.finish_reason == "timeout" else 500, output.error)
             yield index[output.request_id], output
             if output.finish_reason is not None:
                 del index[output.request_id]
@@ -48,7 +48,8 @@ class EngineWorker:
     """Runs an engine on its own thread."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        """Other threads may read the engine's settings and counters, and nothing else."""
+        self.engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._submissions: dict[str, Submission] = {}  # event loop's, by request id
         self._running: set[str] = set()  # the thread's
@@ -118,10 +119,10 @@ class EngineWorker:
     def _run(self) -> None:
         while not self._stopped:
             self._take_calls()
-            if not self._engine.has_work:
+            if not self.engine.has_work:
                 continue
             try:
-                outputs = self._engine.step()
+                outputs = self.engine.step()
             except Exception as error:
                 _LOG.exception("a decoding round failed")
                 self._fail(ApiError(500, f"internal error while decoding: {type(error).__name__}"))
@@ -131,7 +132,7 @@ class EngineWorker:
 
     def _take_calls(self) -> None:
         """Make all calls that wait; when the engine idles, wait for one."""
-        call = None if self._engine.has_work else self._calls.get()
+        call = None if self.engine.has_work else self._calls.get()
         while True:
             if call is not None:
                 call()
@@ -147,14 +148,14 @@ class EngineWorker:
             return ApiError(503, self._refusal)
         try:
             for request_id, (prompt_ids, params) in zip(ids, jobs, strict=True):
-                self._engine.add(prompt_ids, params, request_id)
+                self.engine.add(prompt_ids, params, request_id)
                 self._running.add(request_id)
         except UserError as error:
             self._abort(ids)
             return ApiError(400, str(error))
         except QueueFullError as error:
             self._abort(ids)
-            return ApiError(503, str(error))
+            return ApiError(503, str(error), code="queue_full", retry_after=1)
         except Exception as error:
             _LOG.exception("a request could not be added")
             self._abort(ids)
@@ -164,7 +165,7 @@ class EngineWorker:
     def _abort(self, ids: Iterable[str]) -> None:
         for request_id in self._running.intersection(ids):
             self._running.remove(request_id)
-            self._engine.abort(request_id)
+            self.engine.abort(request_id)
 
     def _fail(self, error: ApiError) -> None:
         failed = list(self._running)
