@@ -1,11 +1,13 @@
 """The commands from conversations to a trained draft, on a tiny target, as a user types them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eagle3_core import load_draft
 from eagle3_train.cli import main
@@ -186,7 +188,7 @@ def test_a_finished_run_makes_room_for_another_config_and_an_unfinished_one_does
     assert code == 0
     assert f"{out / 'draft'}: made with other fit; made again" in error
     assert len(metrics(out)) == 1
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-1"]
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-1", "best.json"}
 
     (out / "draft.inputs.json").unlink()
     before = snapshot(out)
@@ -314,3 +316,32 @@ def test_slices_of_a_target_cannot_read_different_samples(
     code, _, error = run(capsys, "fit", str(config), *settings)
     assert code == 2
     assert "tensor_parallel with capture.mode online, expected offline" in error
+
+
+def test_other_target_weights_under_the_same_path_are_noticed(
+    config: Path, tmp_path: Path, target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = shutil.copytree(target_folder, tmp_path / "target")
+    settings = [str(config), f"target={moved}", "fit.max_steps=1", "draft.init=random"]
+    assert run(capsys, "capture", *settings)[0] == 0
+    assert run(capsys, "fit", *settings)[0] == 0
+    weights = moved / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, weights, metadata={"format": "pt"})
+    code, _, error = run(capsys, "fit", *settings)
+    assert code == 2
+    assert "made with other target_files" in error
+    code, _, error = run(capsys, "capture", *settings)
+    assert code == 0
+    assert "made with other target_files; made again" in error
+    code, _, error = run(capsys, "fit", *settings)
+    assert code == 0
+    assert "draft: made with other features, target_files; made again" in error
+
+    # A record of a version that did not look at them says nothing about them.
+    record = tmp_path / "out/features/train.inputs.json"
+    inputs = json.loads(record.read_text())
+    del inputs["target_files"]
+    record.write_text(json.dumps(inputs))
+    assert "train is complete" in run(capsys, "capture", *settings)[2]

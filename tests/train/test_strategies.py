@@ -26,6 +26,7 @@ STEPS = 4
 FIT = {"max_steps": STEPS, "save_every": 2, "keep": 9, "clip_norm": 0.05}
 # Steps of one sample: of two processes one has nothing. The head's and the embeddings' own groups.
 LONELY = {**FIT, "batch_tokens": 1, "train_embeddings": True, "train_head": False}
+LONELY |= {"gradient_checkpointing": True, "ttt_ramp": {"start": 1, "share": 0.5}}
 
 
 def plan(folder: Path, own: bool) -> Path:

@@ -1,7 +1,12 @@
 """The loop: it learns, it does not depend on how a step is cut up, and it continues bit for bit."""
 
 import json
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +68,20 @@ def draft() -> Eagle3Draft:
 
 
 def trainer(
-    out: Path, samples: Documents | None = None, strategy: StrategyName = "ddp", **fit: Any
+    out: Path,
+    samples: Documents | None = None,
+    strategy: StrategyName = "ddp",
+    every: int | None = None,
+    **fit: Any,
 ) -> Trainer:
     fit = {"ttt_length": 3, "batch_tokens": 64, "micro_batch_tokens": 32, "epochs": 2} | fit
     config = TrainConfig.model_validate(
-        {"output": str(out), "target": "chain", "fit": fit, "eval": {"num_speculative_tokens": 3}}
+        {
+            "output": str(out),
+            "target": "chain",
+            "fit": fit,
+            "eval": {"num_speculative_tokens": 3, "every": every},
+        }
     )
     identity = {"fit": config.fit.model_dump()}
     samples = documents(24) if samples is None else samples
@@ -126,6 +140,55 @@ def test_continues_bit_for_bit(tmp_path: Path, fit: dict[str, Any]) -> None:
     assert lengths == sorted(lengths)
     assert lengths[-1] == 3
     assert lengths[0] == (1 if fit else 3)
+
+
+_KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_trainer import trainer
+trainer(Path(sys.argv[2]), epochs=10, save_every=1, keep=1).run()
+"""
+
+
+def test_killed_at_any_moment_it_continues_bit_for_bit(tmp_path: Path) -> None:
+    # With a checkpoint after each step, most kills fall into the writing of one.
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    first = trainer(whole, epochs=10, save_every=1, keep=1)
+    first.run()
+    moments = random.Random(0)
+    for _ in range(2):
+        log = cut / "metrics.jsonl"
+        before = log.stat().st_size if log.exists() else 0
+        command = [sys.executable, "-c", _KILLED, str(Path(__file__).parent), str(cut)]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        while not log.exists() or log.stat().st_size <= before:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(moments.random() / 2)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL  # before it was done
+    second = trainer(cut, epochs=10, save_every=1, keep=1)
+    assert 0 < second.progress.step < len(second.steps)
+    second.run()
+    for name, tensor in first.draft.state_dict().items():
+        assert torch.equal(tensor, second.draft.state_dict()[name]), name
+    assert steady(whole / "metrics.jsonl") == steady(cut / "metrics.jsonl")
+
+
+def test_the_best_by_accept_length_is_kept(tmp_path: Path) -> None:
+    run = trainer(tmp_path, every=2, keep=1, epochs=4, learning_rate=3e-2, clip_norm=1.0)
+    run.run()
+    measured = [
+        (m["eval"]["accept_length"], -m["step"])
+        for m in steady(tmp_path / "metrics.jsonl")
+        if "eval" in m
+    ]
+    length, step = max(measured)
+    best = json.loads((tmp_path / "checkpoints/best.json").read_text())
+    assert best == {"path": f"step-{-step}", "step": -step, "accept_length": length}
+    kept = {best["path"], f"step-{len(run.steps)}", "best.json"}
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == kept
 
 
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from eagle3_train.fleet import Fleet, Machine
 
 _GRACE_SECONDS = 15.0  # from the first failure until the others are killed
-_SETTLE_SECONDS = 1.0  # until the cause of a failure shows beside its consequences
+_SETTLE_SECONDS = 3.0  # in which a cause shows beside its consequences, on another machine too
 _POLL_SECONDS = 0.1
 _LAUNCHED = "EAGLE3_TRAIN_LAUNCHED"
 _ERROR_KEY = "error"
@@ -119,12 +119,14 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], fleet: Fleet) -> tuple[i
         if all(code == 0 for code in codes):
             return 0, ""
         if any(codes):
-            break
+            break  # an interrupted run ends by itself, and its processes together
         if (elsewhere := fleet.failure()) is not None:
             return 1, elsewhere
         time.sleep(_POLL_SECONDS)
     settled = time.monotonic() + _SETTLE_SECONDS
-    while time.monotonic() < settled and any(process.poll() is None for process in processes):
+    while time.monotonic() < settled and not any((p.poll() or 0) < 0 for p in processes):
+        if (elsewhere := fleet.failure()) is not None:
+            return 1, elsewhere
         time.sleep(_POLL_SECONDS)
     failed = [(fleet.first_rank + i, p.returncode) for i, p in enumerate(processes) if p.returncode]
     # Who was killed, or knows its mistake, is the cause; who lost its peers is a consequence.

@@ -117,15 +117,16 @@ def _memory(
 ) -> dict[str, int]:
     """Bytes of one process while it trains, by what they are."""
     fit = config.fit
-    weights = num_processes if strategy in ("fsdp2", "zero3") else 1
+    # At its peak a step has weights and gradients whole, beside the shards that outlast it.
+    shards = 0 if strategy == "ddp" else trained / num_processes
     moments = 1 if strategy == "ddp" else num_processes
     own = min(fit.batch_tokens, text.tokens) / num_processes
     slots = min(fit.micro_batch_tokens, own)
     states = shape.aux_width + shape.target_hidden_size
     head = shape.draft_vocab_size * shape.hidden_size if fit.train_head else 0
     return {
-        "weights": math.ceil(4 * parameters / weights),
-        "gradients": math.ceil(4 * trained / moments),
+        "weights": math.ceil(4 * (parameters + shards)),
+        "gradients": 4 * trained,
         "optimiser": math.ceil(8 * trained / moments),
         "teacher_head": 4 * shape.draft_vocab_size * shape.target_hidden_size,
         "batch": math.ceil(own * 4 * states),

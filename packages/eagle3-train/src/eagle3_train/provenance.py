@@ -12,7 +12,7 @@ from typing import Any
 
 from eagle3_core import UserError
 from eagle3_train.display import console
-from eagle3_train.resume import write_json
+from eagle3_train.resume import comparable, write_json
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 NOT_A_FILE = "not a file"
@@ -41,7 +41,7 @@ def recorded_inputs(record: Path) -> dict[str, Any] | None:
 
 def changed_inputs(found: Mapping[str, Any], inputs: Mapping[str, Any]) -> list[str]:
     """Names of the recorded inputs that are different now."""
-    wanted = json.loads(json.dumps(inputs))
+    wanted = comparable(found, json.loads(json.dumps(inputs)))
     return [k for k in sorted(found.keys() | wanted.keys()) if found.get(k) != wanted.get(k)]
 
 

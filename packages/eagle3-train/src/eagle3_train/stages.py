@@ -35,6 +35,7 @@ from eagle3_train.data import (
 )
 from eagle3_train.display import console, display
 from eagle3_train.evaluate import evaluate
+from eagle3_train.fingerprint import fingerprint
 from eagle3_train.inherit import draft_digest, find_draft, inherit_draft
 from eagle3_train.outputs import check_outputs
 from eagle3_train.placement import place_target
@@ -102,6 +103,7 @@ def run_regenerate(config: TrainConfig) -> dict[str, Any]:
     check_outputs(config.out, files=(output.name, record.name))
     inputs = {
         "target": config.target,
+        "target_files": fingerprint(config.target),
         "seed": config.seed,
         "regenerate": section.model_dump(exclude={"batch_size"}),
         "chat_template": config.data.chat_template,
@@ -187,7 +189,8 @@ def _capture_split(
     if processes.is_main:
         prepared = _prepare(config, split, sources, target, _template(config, target))
         changed = changed_inputs(recorded_inputs(record) or inputs, inputs)
-        if {"target", "capture"} & set(changed):  # else the states of samples that stay are kept
+        # Else the states of samples that stay are kept.
+        if {"target", "target_files", "capture"} & set(changed):
             shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
     processes.wait_long()
@@ -249,6 +252,7 @@ def run_fit(
     train = _features(config, "train")
     identity = {
         "target": config.target,
+        "target_files": fingerprint(config.target),
         "seed": config.seed,
         **_draft_identity(config),
         "fit": config.fit.model_dump(exclude=set(_FREE)),
@@ -549,6 +553,7 @@ def _sources(config: TrainConfig, split: str, store: Features) -> list[str]:
 def _feature_inputs(config: TrainConfig, split: str) -> dict[str, Any]:
     return {
         "target": config.target,
+        "target_files": fingerprint(config.target),
         "capture": config.capture.model_dump(
             exclude={"batch_tokens", "mode", "placement", "max_disk_gib"}
         ),

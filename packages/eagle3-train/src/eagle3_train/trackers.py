@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,7 +32,9 @@ class JsonlSink:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if not path.exists() else path.read_text(encoding="utf-8").splitlines()[:step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        work = path.with_name(f".{path.name}.tmp")  # a kill in between must not cost the rest
+        work.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(work, path)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

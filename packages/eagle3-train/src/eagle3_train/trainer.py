@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from eagle3_train.resume import (
     incomplete,
     newest_checkpoint,
     save_checkpoint,
+    sync,
 )
 from eagle3_train.schedule import learning_rate_factor, unroll_length
 from eagle3_train.store import RollingStore
@@ -178,10 +179,11 @@ class Trainer:
         rate = fit.learning_rate * learning_rate_factor(fit, middle)
         norm = self._update(rate, bool(counted.sum()))
         seconds = time.monotonic() - began
-        self.progress = Progress(
-            self.progress.step + 1,
-            self.progress.elapsed + seconds,
-            self.progress.tokens + int(tokens),
+        self.progress = replace(
+            self.progress,
+            step=self.progress.step + 1,
+            elapsed=self.progress.elapsed + seconds,
+            tokens=self.progress.tokens + int(tokens),
         )
         metrics = {
             "step": self.progress.step,
@@ -224,8 +226,18 @@ class Trainer:
         for sink in sinks:
             sink.write(metrics)
         due = self.fit.save_every and step % self.fit.save_every == 0
-        if due or last or interrupted:
+        if self._is_best(metrics) or due or last or interrupted:
             self._save_checkpoint()
+
+    def _is_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether this step was evaluated and is better than all before; notes it if so."""
+        found, best = metrics.get("eval", {}).get("accept_length"), self.progress.best_accept_length
+        if found is None or (best is not None and found <= best):
+            return False
+        self.progress = replace(
+            self.progress, best_step=self.progress.step, best_accept_length=found
+        )
+        return True
 
     def _evaluate(self, samples: Samples) -> dict[str, Any]:
         settings, processes = self.config.eval, self.processes
@@ -251,6 +263,7 @@ class Trainer:
         moments = self.strategy.moments()
         with self.strategy.whole() as draft:
             if self.is_main:
+                sync(self.config.out / "metrics.jsonl")  # no checkpoint is ahead of its metrics
                 save_checkpoint(
                     self.checkpoints, self.progress, draft, moments, self.identity, self.fit.keep
                 )
