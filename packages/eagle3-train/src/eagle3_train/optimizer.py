@@ -28,7 +28,9 @@ class DraftOptimizer:
 
     def __init__(self, draft: Eagle3Draft, fit: FitConfig) -> None:
         """Over the parameters of `draft` that require gradients."""
-        self._names = {p: n for n, p in draft.named_parameters() if p.requires_grad}
+        self._names: dict[Tensor, str] = {
+            p: n for n, p in draft.named_parameters() if p.requires_grad
+        }
         hidden, wide, narrow = [], [], []
         outer = {draft.embed_tokens.weight, draft.lm_head.weight}
         for p in self._names:

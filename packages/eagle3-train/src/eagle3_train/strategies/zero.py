@@ -210,4 +210,4 @@ def _prepare_library() -> None:
             handler.setStream(sys.stderr)
     logger.setLevel(logging.ERROR)
     if not torch.accelerator.is_available():
-        vars(deepspeed.ops)["__compatible_ops__"] = {}
+        deepspeed.ops.__dict__["__compatible_ops__"] = {}
