@@ -94,8 +94,9 @@ def test_every_sequence_has_exactly_its_share_of_the_coins(
     jobs = [(path, seed) for path, sides in boxes.items() for seed in _seeds(sides, coins)]
     tried = {path for path, _ in jobs}
     assert sum(v for p, v in zip(boxes, volumes, strict=True) if p not in tried) < 1e-3
-    for k in (1, 2):
-        engine = Engine(target, draft, EngineConfig(num_speculative_tokens=k, max_batch_size=16))
+    for k, topk in ((1, 1), (2, 1), (2, 2)):
+        config = EngineConfig(num_speculative_tokens=k, topk=topk, max_batch_size=16)
+        engine = Engine(target, draft, config)
         own = [_seeded(params, seed) for _, seed in jobs]
         outputs, figures = generate(engine, [PROMPT] * len(jobs), own)
         assert [tuple(o.token_ids) for o in outputs] == [path for path, _ in jobs]

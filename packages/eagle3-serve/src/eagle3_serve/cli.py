@@ -146,6 +146,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of a tree that the target verifies, the root included (default: 1 + K * topk)",
     )
     parser.add_argument(
+        "--acceptance",
+        choices=("coupled", "block"),
+        help="of sampled drafts: coupled gives every seed plain decoding's text, block accepts "
+        "more of a chain (default: coupled)",
+    )
+    parser.add_argument(
         "--max-batch-size",
         type=_count(1),
         default=8,

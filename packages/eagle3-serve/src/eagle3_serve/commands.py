@@ -24,7 +24,7 @@ from eagle3_serve.prompts import read_prompts
 from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.server import EngineWorker, ServerOptions, create_app, listen, run
 
-_SHAPE = ("num_speculative_tokens", "topk", "num_verify_tokens")
+_SHAPE = ("num_speculative_tokens", "topk", "num_verify_tokens", "acceptance")
 _STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from eagle3_core import UserError
 from eagle3_core.tree import TreeShape
 
+ACCEPTANCES = ("coupled", "block")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -17,6 +19,7 @@ class EngineConfig:
     num_speculative_tokens: int = 3  # K, drafted per round or depth of a tree; 0 decodes plainly
     topk: int = 1  # children of a tree's node; 1 drafts chains
     num_verify_tokens: int | None = None  # N, rows of a tree with the root; None = 1 + K * topk
+    acceptance: str = "coupled"  # or "block": how sampled requests accept drafts
     max_batch_size: int = 8  # requests in one round; the others wait
     max_model_len: int | None = None  # prompt and answer together; None = what the target can do
     kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
@@ -39,6 +42,13 @@ class EngineConfig:
         if self.num_verify_tokens is not None:
             _require("num_verify_tokens", self.num_verify_tokens, 2)
         self._check_shape()
+        if self.acceptance not in ACCEPTANCES:
+            raise UserError(f"acceptance is {self.acceptance!r}, expected one of {ACCEPTANCES}")
+        if self.acceptance == "block" and self.topk > 1:
+            raise UserError(
+                f"acceptance is 'block' with topk {self.topk}: block verification is for chains; "
+                "use topk 1, or acceptance 'coupled' for trees"
+            )
         timeout = self.request_timeout_s
         if timeout is not None and not timeout > 0:
             raise UserError(f"request_timeout_s is {timeout!r}, expected a number above 0")

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from eagle3_core import Eagle3Draft, TorchOps
+from eagle3_core.accept import inverse_cdf
 from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
 from eagle3_core.tree import Frontier, TreeShape, grow_tree
 from eagle3_serve.attention import PackedContext
 from eagle3_serve.kv import Branches, KVStore, Segment
 from eagle3_serve.padding import pad_rows
 from eagle3_serve.proposal import Proposal
-from eagle3_serve.sampling import choose
+from eagle3_serve.sampling import processed_probs
 from eagle3_serve.scheduler import Request
 
 
@@ -45,11 +46,12 @@ def pack_draft(draft: Eagle3Draft) -> None:
 class Drafter:
     """Runs a draft for a batch of requests."""
 
-    def __init__(self, draft: Eagle3Draft, num_slots: int) -> None:
+    def __init__(self, draft: Eagle3Draft, num_slots: int, acceptance: str = "coupled") -> None:
         config = draft.config
         weight = draft.norm.weight
         pack_draft(draft)
         self.draft = draft
+        self._acceptance = acceptance
         self._device = weight.device
         self.store = KVStore(
             config.num_hidden_layers,
@@ -82,23 +84,32 @@ class Drafter:
     ) -> list[Proposal]:
         logits = torch.stack([r.draft_logits for r in requests])
         states = torch.stack([r.feedback for r in requests])
-        chains: list[list[int]] = [[] for _ in requests]
+        chains: list[list[int]] = [[] for _ in requests]  # of draft ids
+        laws: list[list[Tensor]] = [[] for _ in requests]
         live = list(range(len(requests)))
         for step in range(max(depths)):
-            # The token proposed at this step stands at position len(tokens) + step.
             rows = [requests[i] for i in live]
-            chosen = self._choose(logits, rows, [len(r.tokens) + step for r in rows])
-            for i, token in zip(live, chosen, strict=True):
-                chains[i].append(token)
+            chosen = self._choose(logits, rows, step)
+            for i, (draft_id, law) in zip(live, chosen, strict=True):
+                chains[i].append(draft_id)
+                laws[i] += [] if law is None else [law]
             kept = [row for row, i in enumerate(live) if depths[i] > step + 1]
             live = [live[row] for row in kept]
             if not live:
                 break
             segments = [self._segment(row, requests[i], 1, step) for row, i in enumerate(live)]
-            tokens = torch.tensor([chains[i][-1] for i in live], device=self._device)
-            hidden = self._run(tokens, states[kept], segments)
+            ids = torch.tensor([chains[i][-1] for i in live], device=self._device)
+            hidden = self._run(self.draft.to_target_ids(ids), states[kept], segments)
             states, logits = self.draft.feedback(hidden), self._logits(hidden)
-        return [Proposal.chain(chain) for chain in chains]
+        return [
+            Proposal(
+                self.draft.to_target_ids(torch.tensor(chain, device=self._device)).tolist(),
+                range(len(chain)),
+                chain,
+                torch.stack(own) if own else None,
+            )
+            for chain, own in zip(chains, laws, strict=True)
+        ]
 
     def _trees(
         self, requests: Sequence[Request], depths: Sequence[int], shape: TreeShape
@@ -184,13 +195,24 @@ class Drafter:
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _choose(
-        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int]
-    ) -> list[int]:
-        """The target id that each row [R,D] proposes for the given position."""
-        chosen = logits.argmax(-1)
-        for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
-            if not request.params.is_greedy:
+        self, logits: Tensor, requests: Sequence[Request], step: int
+    ) -> list[tuple[int, Tensor | None]]:
+        """The draft id that each row [R,D] proposes, and the law [D] if block verification asks."""
+        chosen = logits.argmax(-1).tolist()
+        laws: list[Tensor | None] = [None] * len(requests)
+        for row, request in enumerate(requests):
+            if request.params.is_greedy:
+                continue
+            law = processed_probs(logits[row], request.params)
+            start = len(request.tokens)
+            if self._acceptance == "block":
+                # A position may be drafted by several rounds, so its coins belong to the round.
+                laws[row] = law
+                own = request.coin(start, f" draft {step}")
+            else:
                 # The coin that will choose the target's own token there: where draft and target
                 # agree in distribution they agree in the token.
-                chosen[row] = choose(logits[row, None], request.params, [request.coin(position)])
-        return self.draft.to_target_ids(chosen).tolist()
+                own = request.coin(start + step)
+            coin = torch.tensor(own, dtype=torch.float64, device=law.device)
+            chosen[row] = int(inverse_cdf(law, coin))
+        return list(zip(chosen, laws, strict=True))

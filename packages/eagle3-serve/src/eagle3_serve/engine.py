@@ -32,7 +32,7 @@ from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.scheduler import Limits, Request, Scheduler, Turn, fresh_seed
 from eagle3_serve.stop import FinishReason, OutputStream
 from eagle3_serve.target import TargetRunner, kv_shape, positions
-from eagle3_serve.verify import RoundTrace, TokenLogprobs, path_logprobs, target_choices
+from eagle3_serve.verify import Emission, RoundTrace, TokenLogprobs, emissions, path_logprobs
 
 
 class QueueFullError(RuntimeError):
@@ -77,6 +77,7 @@ class Engine:
         self.stats = EngineStats()
         self.grammars = Grammars(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._shape = shape
+        self._d2t = draft.d2t if draft is not None and draft.config.is_pruned else None
         self._device = target.model.device
         self._runner = TargetRunner(
             target, draft.config.aux_layer_ids or () if draft is not None and shape else ()
@@ -89,7 +90,9 @@ class Engine:
             self._runner.check(self._store)
         if config.exact:
             self._runner.check_exact()
-        self._drafter = Drafter(draft, num_slots) if draft is not None and shape else None
+        self._drafter = (
+            Drafter(draft, num_slots, config.acceptance) if draft is not None and shape else None
+        )
         self.config = config
         self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
         limits = Limits(
@@ -303,18 +306,18 @@ class Engine:
         sound = logits.amax(-1).isfinite()  # a NaN is its row's maximum
         if not sound.all():
             logits = logits.masked_fill(~sound[:, None], 0.0)  # for the others to go on
-        choices = target_choices(logits, requests, [proposal.paths for proposal in proposals])
+        emitted = emissions(logits, requests, proposals, self._d2t)
         outputs = []
         rows = zip(sound.split(counts), logits.split(counts), strict=True)
-        for request, proposal, own, (ok, own_logits), i in zip(
-            requests, proposals, choices, rows, last, strict=True
+        for request, proposal, emission, (ok, own_logits), i in zip(
+            requests, proposals, emitted, rows, last, strict=True
         ):
             error = request.failure
             if not ok.all():
                 error = "the target's logits are not finite; its weights or dtype do not fit"
             if error is None:
-                path = proposal.walk(own)
-                output = self._commit(request, proposal, path, own, own_logits)
+                output = self._commit(request, proposal, emission, own_logits)
+                path = emission.path
                 known = turns[i].num_tokens - 1
                 certain = [*range(known), *(known + row for row in path)]
                 kept[i] = certain[: known + len(output.token_ids)]
@@ -327,19 +330,14 @@ class Engine:
         return outputs, kept
 
     def _commit(
-        self,
-        request: Request,
-        proposal: Proposal,
-        path: Sequence[int],
-        choices: Sequence[int],
-        logits: Tensor,
+        self, request: Request, proposal: Proposal, emission: Emission, logits: Tensor
     ) -> TokenOutput:
-        """Append what the rows of `path` chose, up to where the output ends."""
-        tokens = [choices[row] for row in path]
+        """Append what a request emits, up to where the output ends; logits of all its rows."""
+        tokens, path = emission
         said = None
         if request.params.logprobs is not None:
             paths = [proposal.paths[row] for row in path]
-            said = path_logprobs(logits[list(path)], request, paths, tokens)
+            said = path_logprobs(logits[path], request, paths, tokens)
         was_decoding, request.is_decoding = request.is_decoding, True
         is_first = not request.stream.token_ids
         kept: list[int] = []

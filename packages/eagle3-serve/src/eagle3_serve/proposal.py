@@ -6,10 +6,11 @@ at some depth leaves a prefix. A chain is the tree in which every row is the par
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from eagle3_core.tree import ancestor_mask
 from eagle3_serve.kv import Branches
@@ -17,10 +18,15 @@ from eagle3_serve.kv import Branches
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens and the row of each one's parent."""
+    """Drafted tokens and the row of each one's parent.
+
+    Block verification also needs to know what the tokens of a chain were drawn from.
+    """
 
     tokens: Sequence[int] = ()
-    parents: Sequence[int] = field(default=())
+    parents: Sequence[int] = ()
+    draft_ids: Sequence[int] = ()
+    q: Tensor | None = None  # [K,D] fp64
 
     @staticmethod
     def chain(tokens: Sequence[int]) -> "Proposal":

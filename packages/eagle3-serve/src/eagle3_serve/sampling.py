@@ -98,9 +98,9 @@ def _require(name: str, holds: bool, found: object, expected: str) -> None:
         raise UserError(f"{name} is {found!r}, expected {expected}")
 
 
-def coin(seed: int, position: int) -> float:
+def coin(seed: int, position: int, purpose: str = "") -> float:
     """The coin in [0, 1) of one position; independent of everything but its arguments."""
-    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {position}{purpose}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53
 
 

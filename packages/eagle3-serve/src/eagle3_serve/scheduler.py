@@ -57,9 +57,9 @@ class Request:
         """Whether a round follows that may emit more than one token."""
         return self.is_decoding and self.stream.finish_reason is None and self.num_left > 1
 
-    def coin(self, position: int) -> float:
+    def coin(self, position: int, purpose: str = "") -> float:
         """The coin of a position; a greedy request has no use for one."""
-        return 0.0 if self.params.is_greedy else coin(self.seed, position)
+        return 0.0 if self.params.is_greedy else coin(self.seed, position, purpose)
 
 
 class Turn(NamedTuple):

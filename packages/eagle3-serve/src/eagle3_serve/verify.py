@@ -6,48 +6,64 @@ if the draft is that token. So what is emitted IS plain decoding, greedy or samp
 proposed the drafts; it has the target's distribution because each choice has. A draft x is accepted
 with probability p(x) when it is deterministic, and with the overlap of draft and target
 distribution along the coin when it is drawn with the same coin.
+
+Block verification accepts more of a sampled chain. Its text has the target's distribution too, but
+which text a seed gives then depends on the draft and on K.
 """
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from eagle3_core.accept import block_chain
 from eagle3_serve.processors import Paths
 from eagle3_serve.proposal import Proposal
-from eagle3_serve.sampling import choose
+from eagle3_serve.sampling import choose, processed_probs
 from eagle3_serve.scheduler import Request
 
 _LOG = logging.getLogger(__name__)
 
 
-def target_choices(
-    logits: Tensor, requests: Sequence[Request], paths: Sequence[Paths]
-) -> list[list[int]]:
-    """The target's token after each row; a request that fails here says so in its `failure`.
+class Emission(NamedTuple):
+    """What a round gives a request."""
+
+    tokens: list[int]  # accepted drafts, then one more
+    path: list[int]  # verify rows from the root to the last accepted draft
+
+
+def emissions(
+    logits: Tensor, requests: Sequence[Request], proposals: Sequence[Proposal], d2t: Tensor | None
+) -> list[Emission]:
+    """What each request emits; a request that fails here says so in its `failure`.
 
     Args:
         logits: [R,V], packed; a request's first row is that of its last token.
         requests: whose rows they are.
-        paths: for each request the path of each of its rows: the drafted tokens between its last
-            token and the row, the row's own included.
+        proposals: what they verify.
+        d2t: [D] offsets to target ids, if the draft's vocabulary is pruned.
     """
     greedy = logits.argmax(-1).tolist()
     out, first = [], 0
-    for request, own in zip(requests, paths, strict=True):
-        rows = slice(first, first + len(own))
-        if request.processor is None and request.params.is_greedy:
-            out.append(greedy[rows])
-        else:
-            try:
-                out.append(_choices(logits[rows], request, own))
-            except Exception as error:  # one request's parameters must not stop the others
-                _LOG.exception("request %s cannot go on", request.id)
-                request.failure = str(error) or type(error).__name__
-                out.append(greedy[rows])
-        first += len(own)
+    for request, proposal in zip(requests, proposals, strict=True):
+        rows = slice(first, first + proposal.num_rows)
+        first += proposal.num_rows
+        try:
+            if proposal.q is not None:
+                out.append(_block(logits[rows], request, proposal, proposal.q, d2t))
+                continue
+            choices = greedy[rows]
+            if request.processor is not None or not request.params.is_greedy:
+                choices = _choices(logits[rows], request, proposal.paths)
+            path = proposal.walk(choices)
+            out.append(Emission([choices[row] for row in path], path))
+        except Exception as error:  # one request's parameters must not stop the others
+            _LOG.exception("request %s cannot go on", request.id)
+            request.failure = str(error) or type(error).__name__
+            out.append(Emission([greedy[rows][0]], [0]))
     return out
 
 
@@ -110,3 +126,25 @@ def _choices(logits: Tensor, request: Request, paths: Paths) -> list[int]:
     # A row chooses the token behind its path, whose position has a coin of its own.
     coins = [request.coin(len(request.tokens) + len(path)) for path in paths]
     return choose(logits, request.params, coins).tolist()
+
+
+def _block(
+    logits: Tensor, request: Request, proposal: Proposal, q: Tensor, d2t: Tensor | None
+) -> Emission:
+    """Block verification of a chain, with coins that only this round of the request has."""
+    if request.processor is not None:
+        logits = request.processor.process(logits, proposal.paths)
+    p = processed_probs(logits, request.params)
+    start = len(request.tokens)
+    coins = [request.coin(start, f" accept {i}") for i in range(len(proposal.tokens))]
+    final = request.coin(start, " final")
+    accepted = block_chain(
+        torch.tensor([proposal.draft_ids], device=p.device),
+        q[None],
+        p[None],
+        torch.tensor([coins], dtype=torch.float64, device=p.device),
+        torch.tensor([final], dtype=torch.float64, device=p.device),
+        d2t,
+    )
+    count = int(accepted.num_accepted)
+    return Emission([*proposal.tokens[:count], int(accepted.bonus)], list(range(count + 1)))
