@@ -219,7 +219,7 @@ def soak(process: subprocess.Popen[str], url: str, args: argparse.Namespace) -> 
 
 def main() -> int:
     """Parse, start the server, soak it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("target")
     parser.add_argument("--draft")
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -229,6 +229,7 @@ def main() -> int:
     command = [str(Path(sys.executable).with_name("eagle3-serve")), "serve", args.target]
     command += ["--port", "0", "--json", "--max-batch-size", "6", "--max-queue", str(QUEUE)]
     command += ["--draft", args.draft] if args.draft else []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # for the server to be ended too
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
