@@ -43,9 +43,7 @@ class Processes:
         """Make sure that there is a process group, also of one process alone."""
         if not distributed.is_initialized():
             backend = distributed.get_default_backend_for_device(self.device)
-            distributed.init_process_group(
-                backend, store=distributed.HashStore(), rank=0, world_size=1
-            )
+            distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over processes, on the CPU."""
