@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, distributed
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from eagle3_train.recipes import recipe
 
