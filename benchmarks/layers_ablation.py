@@ -8,13 +8,15 @@ layers; each with and without a norm per aux state and post-norm feedback) and e
 states. What is finished is kept and not run again, and several of these commands may share OUT.
 Before that the cost of a round is measured in the engine, one request at a time.
 
-Writes OUT/report.json, tables to stdout, and OUT/accept_length.svg and OUT/speedup.svg. Removing
-OUT/runs/*/eval.json evaluates the drafts again without training them again.
+Writes OUT/report.json, a table to stdout, and OUT/accept_length.svg and OUT/speedup.svg. Removing
+OUT/runs/*/{chain,tree}.json evaluates the drafts again without training them again.
 """
 
 import argparse
 import fcntl
+import functools
 import json
+import operator
 import platform
 import shutil
 import statistics
@@ -33,20 +35,24 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from round_cost import milliseconds
 
-from eagle3_core import Eagle3Draft, UserError
+from eagle3_core import Eagle3Draft, UserError, load_draft
 from eagle3_core.target import Target, load_target
+from eagle3_core.tree import TreeShape
 from eagle3_core.vocab import vocab_map
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.engine import Engine
 from eagle3_train.build import draft_config
 from eagle3_train.cli import main as eagle3_train
 from eagle3_train.config import DraftSection, TrainConfig, load_config
+from eagle3_train.evaluate import evaluate
 from eagle3_train.resume import write_json
-from eagle3_train.stages import run_eval
+from eagle3_train.simulate import Simulator
 from eagle3_train.store import FeatureStore
 
 PLAIN = "target alone"
-K = 5  # drafted tokens of a chain
+K = 5  # drafted tokens of a chain, and depth of the tree
+TREE = TreeShape(K, topk=4, num_verify_tokens=16)
+RESULTS = ("chain.json", "tree.json")
 REPEATS = 5  # answers whose median is a round's cost
 TOKENS = 6  # of each of these answers
 
@@ -95,6 +101,7 @@ class Ablation:
     out: Path
     seeds: int
     num_processes: int
+    tree_samples: int
     overrides: tuple[str, ...]
 
     @property
@@ -127,15 +134,15 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield True
 
 
-def train(ablation: Ablation, arm: Arm, seed: int) -> None:
-    """Fit and evaluate one draft, unless that is done; leaves OUT/runs/…/eval.json.
+def run(ablation: Ablation, arm: Arm, seed: int) -> None:
+    """Fit and evaluate one draft; leaves chain.json and tree.json in its folder.
 
     Raises:
         UserError: fit failed, with its own line on stderr.
     """
     folder = ablation.folder(arm, seed)
     with claimed(folder) as mine:
-        if not mine or (folder / "eval.json").exists():
+        if not mine or all((folder / name).exists() for name in RESULTS):
             return
         console.rule(f"{folder.name}", align="left")
         features = folder / "features"
@@ -148,12 +155,33 @@ def train(ablation: Ablation, arm: Arm, seed: int) -> None:
             raise KeyboardInterrupt
         if status:
             raise UserError(f"{folder}: fit ended with status {status}")
-        result = run_eval(load_config(ablation.config_path, arguments), None)
-        steps = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        last = json.loads(steps[-1])
-        facts = {"steps": last["step"], "tokens": last["tokens"], "arguments": arguments}
-        write_json(folder / "eval.json", {**result, **facts})
+        evaluate_draft(ablation, folder)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # the draft is kept
+
+
+def evaluate_draft(ablation: Ablation, folder: Path) -> None:
+    """The simulated accept lengths: of a chain on all held-out samples, of a tree on some."""
+    store = FeatureStore(folder / "features" / "eval")
+    draft = load_draft(folder / "draft").draft
+    head = store.head().float()
+    kept = draft.to_target_ids(torch.arange(draft.config.draft_vocab_size))
+    last = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    if not (folder / "chain.json").exists():
+        # One by one: answers differ, and that is the noise of a difference between two drafts.
+        each = [evaluate(draft, store, [i], head[kept], K, 4096) for i in range(len(store))]
+        facts = {
+            "steps": last["step"],
+            "tokens": last["tokens"],
+            "answers": [[int(c["rounds"][0]), int(c["accepted"].sum())] for c in each],
+        }
+        total = functools.reduce(operator.add, each)
+        write_json(folder / "chain.json", {**total.summary(), **facts})
+    if not (folder / "tree.json").exists():
+        step = max(1, len(store) // ablation.tree_samples)
+        simulator = Simulator(draft, head, TREE)
+        parts = [simulator.run(store[i]) for i in range(0, len(store), step)]
+        total = functools.reduce(operator.add, parts)
+        write_json(folder / "tree.json", {"samples": len(parts), **total.summary()})
 
 
 def measure_cost(ablation: Ablation) -> dict[str, Any]:
@@ -232,34 +260,40 @@ def machine() -> dict[str, Any]:
 
 
 def summarise(ablation: Ablation, cost: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row an arm, over the seeds that every arm has finished."""
-    found = {arm.name: finished(ablation, arm) for arm in ARMS}
-    seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
-    if not seeds:
-        raise UserError(f"{ablation.out}: no seed is finished in every arm; run the command again")
+    """One row for each arm that has a finished seed."""
     rows = []
     for arm in ARMS:
-        runs = [found[arm.name][seed] for seed in seeds]
-        single = Arm(1, "first", arm.with_norms).name
-        lengths = [run["accept_length"] for run in runs]
-        gains = [
-            length - found[single][seed]["accept_length"]
-            for seed, length in zip(seeds, lengths, strict=True)
-        ]
+        runs = finished(ablation, arm, "chain.json")
+        trees = finished(ablation, arm, "tree.json")
+        if not runs:
+            continue
+        single = finished(ablation, Arm(1, "first", arm.with_norms), "chain.json")
+        lengths = [run["accept_length"] for run in runs.values()]
+        # The same seed is the same data in the same order.
+        pairs = [(runs[seed], single[seed]) for seed in runs if seed in single]
+        gains = [ours["accept_length"] - theirs["accept_length"] for ours, theirs in pairs]
         round_cost = cost["rounds"][arm.name]
         ratio = round_cost["draft_step_ms"] / cost["plain_ms"]
         rows.append(
             {
                 "arm": arm.name,
-                "seeds": seeds,
+                "seeds": list(runs),
                 "accept_length": spread(lengths),
                 "gain_over_one_layer": spread(gains),
+                "gain_standard_error": statistics.mean(
+                    standard_error(ours["answers"], theirs["answers"]) for ours, theirs in pairs
+                )
+                if pairs
+                else None,
+                "tree": spread([t["laws"]["greedy_tree"]["accept_length"] for t in trees.values()]),
                 "acceptance_per_position": [
                     statistics.mean(rates)
-                    for rates in zip(*(run["acceptance_per_position"] for run in runs), strict=True)
+                    for rates in zip(
+                        *(run["acceptance_per_position"] for run in runs.values()), strict=True
+                    )
                 ],
-                "steps": [run["steps"] for run in runs],
-                "tokens": [run["tokens"] for run in runs],
+                "steps": [run["steps"] for run in runs.values()],
+                "tokens": [run["tokens"] for run in runs.values()],
                 **round_cost,
                 "draft_step_per_target_step": ratio,
                 "speedup_of_cheap_verify": statistics.mean(lengths) / (1 + K * ratio),
@@ -271,29 +305,42 @@ def summarise(ablation: Ablation, cost: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def finished(ablation: Ablation, arm: Arm) -> dict[int, dict[str, Any]]:
-    """Seed -> what `train` left."""
-    paths = {seed: ablation.folder(arm, seed) / "eval.json" for seed in range(ablation.seeds)}
+def finished(ablation: Ablation, arm: Arm, result: str) -> dict[int, dict[str, Any]]:
+    """Seed -> what `evaluate_draft` left."""
+    paths = {seed: ablation.folder(arm, seed) / result for seed in range(ablation.seeds)}
     return {s: json.loads(p.read_text(encoding="utf-8")) for s, p in paths.items() if p.exists()}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Mean, and the standard deviation over seeds where there are several."""
     sd = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.mean(values), "sd": sd, "values": list(values)}
+    return {"mean": statistics.mean(values) if values else None, "sd": sd, "values": list(values)}
+
+
+def standard_error(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> float:
+    """Of the difference of two accept lengths on the same answers, by leaving out one at a time.
+
+    Each argument holds [rounds, accepted tokens] of every answer.
+    """
+    a, b = torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+    without = [total - part for total, part in ((a.sum(0), a), (b.sum(0), b))]
+    gains = without[0][:, 1] / without[0][:, 0] - without[1][:, 1] / without[1][:, 0]
+    return float(((len(a) - 1) * gains.var(correction=0)).sqrt())
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """A Markdown table on stdout."""
     print(
-        "| draft | accept length, K=5 | against one layer | parameters | draft step, ms "
-        "| round, ms | speed-up of this round | if a verify cost one step |"
+        "| draft | seeds | accept length, chain | against one layer | tree | parameters "
+        "| draft step, ms | round, ms | speed-up of this round | if a verify cost one step |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---" * 10 + "|")
     for row in rows:
         print(
-            f"| {row['arm']} | {shown(row['accept_length'])} "
-            f"| {shown(row['gain_over_one_layer'], '+')} | {row['parameters'] / 1e6:.1f} M "
+            f"| {row['arm']} | {len(row['seeds'])} | {shown(row['accept_length'])} "
+            f"| {shown(row['gain_over_one_layer'], '+')} "
+            f"(s.e. {row['gain_standard_error'] or 0:.3f}) | {shown(row['tree'])} "
+            f"| {row['parameters'] / 1e6:.1f} M "
             f"| {row['draft_step_ms']:.2f} | {row['round_ms']:.1f} "
             f"| {row['speedup_here']:.2f} | {row['speedup_of_cheap_verify']:.2f} |"
         )
@@ -301,6 +348,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def shown(value: dict[str, Any], sign: str = "") -> str:
     """Mean ± standard deviation."""
+    if value["mean"] is None:
+        return ""
     sd = "" if value["sd"] is None else f" ± {value['sd']:.3f}"
     return f"{value['mean']:{sign}.3f}{sd}"
 
@@ -348,9 +397,17 @@ def parse() -> Ablation:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--seeds", type=int, default=3, metavar="S")
     parser.add_argument("--num-processes", type=int, default=1, metavar="P", help="of each fit")
+    parser.add_argument(
+        "--tree-samples", type=int, default=10**9, metavar="N", help="held-out ones; default: all"
+    )
     options = parser.parse_intermixed_args()
     return Ablation(
-        options.config, options.out, options.seeds, options.num_processes, tuple(options.overrides)
+        options.config,
+        options.out,
+        options.seeds,
+        options.num_processes,
+        options.tree_samples,
+        tuple(options.overrides),
     )
 
 
@@ -361,7 +418,7 @@ def main() -> int:
         cost = measure_cost(ablation)
         for seed in range(ablation.seeds):  # seeds outermost: a run cut short is still balanced
             for arm in ARMS:
-                train(ablation, arm, seed)
+                run(ablation, arm, seed)
         rows = summarise(ablation, cost)
     except UserError as error:
         print(f"layers_ablation: {error}", file=sys.stderr)
