@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, distributed
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from eagle3_train.recipes import recipe
 
