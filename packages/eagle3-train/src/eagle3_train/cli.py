@@ -188,22 +188,29 @@ def _run(options: argparse.Namespace, config: TrainConfig, argv: Sequence[str]) 
     # Torch, transformers and datasets take seconds to import; a mistake in the config does not.
     from transformers.utils import logging  # noqa: PLC0415
 
-    from eagle3_train import stages  # noqa: PLC0415
+    from eagle3_train.stages import (  # noqa: PLC0415
+        capture,
+        evaluate,
+        fit,
+        plan,
+        prepare,
+        regenerate,
+    )
 
     logging.disable_progress_bar()  # the stages have their own
     if options.stage == "prepare":
-        return stages.run_prepare(config)
+        return prepare.run_prepare(config)
     if options.stage == "regenerate":
-        return stages.run_regenerate(config)
+        return regenerate.run_regenerate(config)
     if options.stage == "capture":
-        return stages.run_capture(config, options.verify)
+        return capture.run_capture(config, options.verify)
     if options.stage == "fit":
-        return stages.run_fit(config, ["eagle3-train", *argv], options.strategy)
+        return fit.run_fit(config, ["eagle3-train", *argv], options.strategy)
     if options.stage == "eval":
-        return stages.run_eval(config, options.draft)
+        return evaluate.run_eval(config, options.draft)
     if options.stage == "export":
         return export(config, options.to, options.draft, options.output)
-    return stages.run_plan(
+    return plan.run_plan(
         config,
         tokens=options.tokens,
         num_processes=options.num_processes,
