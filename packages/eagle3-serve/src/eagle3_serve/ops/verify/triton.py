@@ -394,6 +394,6 @@ def verify(
         BLOCK_N=triton.next_power_of_2(nodes),
         BLOCK_P=triton.next_power_of_2(pieces),
         PIECE=_PIECE,
-        num_warps=16,
+        num_warps=4,
     )
     return out
