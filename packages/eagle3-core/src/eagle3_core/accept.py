@@ -97,11 +97,7 @@ def sampled_chain(
         d2t: [D] offsets to target ids, when the draft's vocabulary is pruned.
         num_drafts: [B] valid drafts of each row, K when left out.
     """
-    image = torch.arange(q.shape[2], device=q.device)
-    if d2t is not None:
-        image = image + d2t
-    p_drafts = p[:, :-1].gather(2, image[draft_ids].unsqueeze(2)).squeeze(2)
-    q_drafts = q.gather(2, draft_ids.unsqueeze(2)).squeeze(2)
+    image, p_drafts, q_drafts = _drafted(draft_ids, q, p, d2t)
     num_accepted = _leading(coins.double() * q_drafts < p_drafts, num_drafts)
 
     row = _at(p, num_accepted)
@@ -136,14 +132,11 @@ def block_chain(
         d2t: [D] offsets to target ids, when the draft's vocabulary is pruned.
         num_drafts: [B] valid drafts of each row, K when left out.
     """
-    batch, width, size = q.shape
-    image = torch.arange(size, device=q.device)
-    if d2t is not None:
-        image = image + d2t
+    batch, width, _ = q.shape
+    image, p_drafts, q_drafts = _drafted(draft_ids, q, p, d2t)
+    ratios = p_drafts / q_drafts
     if num_drafts is None:
         num_drafts = torch.full((batch,), width, device=q.device)
-    p_drafts = p[:, :-1].gather(2, image[draft_ids].unsqueeze(2)).squeeze(2)
-    ratios = p_drafts / q.gather(2, draft_ids.unsqueeze(2)).squeeze(2)
     ratio = torch.ones(batch, dtype=torch.float64, device=p.device)
     num_accepted = torch.zeros(batch, dtype=torch.int64, device=p.device)
     residual = p[:, 0]
@@ -318,6 +311,17 @@ def expected_accept_length(offered: Tensor, recorded: Tensor) -> AcceptCounts:
     reached = torch.cat([torch.ones_like(recorded[:1]), recorded[:-1]]).double().cumprod(0)
     accepted = (reached * offered).sum(1)
     return AcceptCounts(offered.shape[1], tuple(accepted.tolist()))
+
+
+def _drafted(
+    draft_ids: Tensor, q: Tensor, p: Tensor, d2t: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[D] target id of every draft id, and what p and q [B,K] say of the drafted tokens."""
+    image = torch.arange(q.shape[2], device=q.device)
+    if d2t is not None:
+        image = image + d2t
+    p_drafts = p[:, :-1].gather(2, image[draft_ids].unsqueeze(2)).squeeze(2)
+    return image, p_drafts, q.gather(2, draft_ids.unsqueeze(2)).squeeze(2)
 
 
 def _leading(keeps: Tensor, num_drafts: Tensor | None) -> Tensor:

@@ -105,9 +105,7 @@ def path_logprobs(
         paths: of each row.
         token_ids: [R] chosen there.
     """
-    if request.processor is not None:
-        logits = request.processor.process(logits, paths)
-    rows = logits.float().log_softmax(-1)
+    rows = _processed(logits, request, paths).float().log_softmax(-1)
     chosen = rows.gather(1, torch.tensor(token_ids, device=rows.device)[:, None])[:, 0].tolist()
     top = rows.topk(min(request.params.logprobs or 0, rows.shape[1]))
     found = []
@@ -120,9 +118,15 @@ def path_logprobs(
     return found
 
 
+def _processed(logits: Tensor, request: Request, paths: Paths) -> Tensor:
+    """[R,V] as the request's parameters and each row's path make them, before temperature."""
+    if request.processor is None:
+        return logits
+    return request.processor.process(logits, paths)
+
+
 def _choices(logits: Tensor, request: Request, paths: Paths) -> list[int]:
-    if request.processor is not None:
-        logits = request.processor.process(logits, paths)
+    logits = _processed(logits, request, paths)
     # A row chooses the token behind its path, whose position has a coin of its own.
     coins = [request.coin(len(request.tokens) + len(path)) for path in paths]
     return choose(logits, request.params, coins).tolist()
@@ -132,9 +136,7 @@ def _block(
     logits: Tensor, request: Request, proposal: Proposal, q: Tensor, d2t: Tensor | None
 ) -> Emission:
     """Block verification of a chain, with coins that only this round of the request has."""
-    if request.processor is not None:
-        logits = request.processor.process(logits, proposal.paths)
-    p = processed_probs(logits, request.params)
+    p = processed_probs(_processed(logits, request, proposal.paths), request.params)
     start = len(request.tokens)
     coins = [request.coin(start, f" accept {i}") for i in range(len(proposal.tokens))]
     final = request.coin(start, " final")

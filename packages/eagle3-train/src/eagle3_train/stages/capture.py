@@ -1,6 +1,7 @@
 """The stage that stores the target's states."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
         inputs = feature_inputs(config, split)
         if is_rolling(config, split):
             target = target or place_reader(config, processes)
-            result[split] = {"output": str(folder), **vars(_capture_rolling(config, target))}
+            result[split] = {
+                "output": str(folder),
+                **vars(_capture_rolling(config, target, inputs)),
+            }
             continue
         if processes.is_main and verify:
             _remove_damaged(folder, record)
@@ -58,21 +62,23 @@ def run_capture(config: TrainConfig, verify: bool = False) -> dict[str, Any]:
             result[split] = {"output": str(folder), "num_tokens": 0}
             continue
         target = target or place_reader(config, processes)
-        done = _capture_split(config, split, target, processes)
+        done = _capture_split(config, split, target, processes, inputs)
         result[split] = {"output": str(folder), **vars(done)}
     return result
 
 
 def _capture_split(
-    config: TrainConfig, split: str, target: Target, processes: Processes
+    config: TrainConfig,
+    split: str,
+    target: Target,
+    processes: Processes,
+    inputs: Mapping[str, Any],
 ) -> Captured:
     folder, record = feature_paths(config, split)
-    sources = data_splits(config)[split]
-    inputs = feature_inputs(config, split)
     capturer = make_capturer(config, target)  # refuses a target before anything is removed
     prepared = None
     if processes.is_main:
-        prepared = prepare_split(config, split, sources, target, load_template(config, target))
+        prepared = prepare_split(config, split, target, load_template(config, target))
         changed = changed_inputs(recorded_inputs(record) or inputs, inputs)
         # Else the states of samples that stay are kept.
         if {"target", "target_files", "capture"} & set(changed):
@@ -80,7 +86,7 @@ def _capture_split(
         record.unlink(missing_ok=True)
     processes.wait_long()
     if prepared is None:  # the first process has left it on disk
-        prepared = prepare_split(config, split, sources, target, load_template(config, target))
+        prepared = prepare_split(config, split, target, load_template(config, target))
     for warning in prepared.warnings():
         console.print(warning, markup=False)
     batch_tokens = config.capture.batch_tokens
@@ -93,13 +99,11 @@ def _capture_split(
     return done
 
 
-def _capture_rolling(config: TrainConfig, target: Target) -> Captured:
+def _capture_rolling(config: TrainConfig, target: Target, inputs: Mapping[str, Any]) -> Captured:
     folder, record = feature_paths(config, "train")
-    inputs = feature_inputs(config, "train")
     capturer = make_capturer(config, target)
     limit = check_limit(config, capturer.meta)
-    sources = data_splits(config)["train"]
-    prepared = prepare_split(config, "train", sources, target, load_template(config, target))
+    prepared = prepare_split(config, "train", target, load_template(config, target))
     if changed_inputs(recorded_inputs(record) or {}, inputs):
         shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """What the data of a run becomes: its splits, the chat template and the prepared examples."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from eagle3_core import UserError
@@ -18,14 +17,11 @@ def data_splits(config: TrainConfig) -> dict[str, list[str]]:
 
 
 def prepare_split(
-    config: TrainConfig,
-    split: str,
-    sources: Sequence[str],
-    target: Target,
-    template: ChatTemplate,
+    config: TrainConfig, split: str, target: Target, template: ChatTemplate
 ) -> Prepared:
     """The examples of a split, kept in OUT/prepared."""
     # Beyond its own limit the target's states mean nothing.
+    sources = data_splits(config)[split]
     limit = min(config.data.max_length, target.max_position_embeddings)
     strict = config.data.strict
     return cached(

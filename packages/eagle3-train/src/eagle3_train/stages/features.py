@@ -35,12 +35,11 @@ Features = FeatureStore | OnlineFeatures | RollingStore
 
 def open_features(config: TrainConfig, split: str) -> Features:
     """The samples of a split: captured before, or made on the fly."""
-    sources = data_splits(config).get(split)
-    if sources is None:
+    if split not in data_splits(config):
         raise UserError(f"data.{split} is empty, expected files of conversations")
     if config.capture.mode == "online":
         target = place_reader(config, _online_processes(config))
-        prepared = prepare_split(config, split, sources, target, load_template(config, target))
+        prepared = prepare_split(config, split, target, load_template(config, target))
         return OnlineFeatures(make_capturer(config, target), prepared.examples)
     folder, record = feature_paths(config, split)
     found = recorded_inputs(record)
@@ -55,7 +54,7 @@ def open_features(config: TrainConfig, split: str) -> Features:
         return FeatureStore(folder)
     check_rolling(config, 1)
     target = load_target(config.target)
-    prepared = prepare_split(config, split, sources, target, load_template(config, target))
+    prepared = prepare_split(config, split, target, load_template(config, target))
     return RollingStore(folder, in_order(prepared.examples, config.seed))
 
 

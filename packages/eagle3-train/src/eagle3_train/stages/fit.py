@@ -13,7 +13,6 @@ from eagle3_train.build import build_draft, draft_config
 from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.data import Example, choose_vocabulary
 from eagle3_train.display import console
-from eagle3_train.fingerprint import fingerprint
 from eagle3_train.inherit import draft_digest, find_draft, inherit_draft
 from eagle3_train.outputs import check_outputs
 from eagle3_train.provenance import describe_run, is_current, record_inputs, recorded_inputs
@@ -38,13 +37,14 @@ def run_fit(
     _check_fit_outputs(config.out)
     check_trackers(config.fit.trackers)
     train = open_features(config, "train")
+    features = feature_inputs(config, "train")
     identity = {
         "target": config.target,
-        "target_files": fingerprint(config.target),
+        "target_files": features["target_files"],
         "seed": config.seed,
         **_draft_identity(config),
         "fit": config.fit.model_dump(exclude=set(_FREE)),
-        "features": feature_inputs(config, "train"),
+        "features": features,
     }
     draft_folder = config.out / "draft"
     record = config.out / "draft.inputs.json"

@@ -17,8 +17,8 @@ def run_prepare(config: TrainConfig) -> dict[str, Any]:
     target = load_target(config.target)
     template = load_template(config, target)
     result = {}
-    for split, sources in splits.items():
-        prepared = prepare_split(config, split, sources, target, template)
+    for split in splits:
+        prepared = prepare_split(config, split, target, template)
         show(prepared, template, console)
         result[split] = {
             "examples": len(prepared.examples),
