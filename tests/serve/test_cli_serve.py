@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from eagle3_core import Eagle3Draft, load_draft, save_draft
 from eagle3_core.vocab import vocab_map
 from eagle3_serve.cli import build_parser, main
+from eagle3_serve.config import EngineConfig
 from eagle3_serve.engine import Engine
 
 COMMAND = [str(Path(sys.executable).with_name("eagle3-serve"))]
@@ -75,6 +76,27 @@ class TestGenerate:
         assert figures["accept_length"] >= 1
         assert figures["tokens_per_s"] > 0
         assert list(tmp_path.iterdir()) in ([out, prompts], [prompts, out])
+
+    def test_limits_reach_the_engine(
+        self,
+        chain_pair: Any,
+        prompts: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        limits = {"max_model_len": 64, "kv_cache_gib": 0.5, "page_size": 4}
+        limits["max_num_batched_tokens"] = 5
+        built: list[EngineConfig] = []
+        start = Engine.__init__
+
+        def watched(self: Engine, target: Any, draft: Any, config: EngineConfig) -> None:
+            built.append(config)
+            start(self, target, draft, config)
+
+        monkeypatch.setattr(Engine, "__init__", watched)
+        more = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+        assert generate(chain_pair, prompts, tmp_path / "out.jsonl", *more) == 0
+        assert {name: getattr(built[0], name) for name in limits} == limits
 
     def test_seeds_repeat_and_rows_differ(
         self, chain_pair: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,6 +158,8 @@ class TestGenerate:
         [
             (["--draft", "nowhere"], "nowhere"),
             (["--num-speculative-tokens", "2"], "needs a draft"),
+            (["--max-model-len", "257"], "max_model_len is 257, but the target"),
+            (["--kv-cache-gib", "1e-6"], "kv_cache_gib is 1e-06, room for 0 tokens"),
             (["--out", "."], "is a directory"),
             (["--out", "no/such/folder/out.jsonl"], "is not a directory"),
             (["--out", os.devnull], "is not a regular file"),
@@ -219,6 +243,10 @@ class TestArguments:
             (["serve", "x", "--top-q", "4"], "unrecognized arguments: --top-q 4"),
             (["serve", "x", "--num-speculative-tokens", "-1"], "'-1' is not a whole number >= 0"),
             (["serve", "x", "--max-batch-size", "0"], "'0' is not a whole number >= 1"),
+            (["serve", "x", "--max-model-len", "1"], "'1' is not a whole number >= 2"),
+            (["serve", "x", "--kv-cache-gib", "inf"], "'inf' is not a number above 0"),
+            (["serve", "x", "--page-size", "0"], "'0' is not a whole number >= 1"),
+            (["serve", "x", "--max-num-batched-tokens", "1.5"], "'1.5' is not a whole number"),
             (["serve", "x", "--dtype", "int4"], "invalid choice: 'int4'"),
             (["serve", "x", "--api-key", ""], "the key is empty"),
             (["generate", "x"], "required: --prompts, --out"),
@@ -237,6 +265,12 @@ class TestArguments:
         assert stopped.value.code == 2
         assert words in printed.err
         assert printed.err.count("\n") == 1
+
+    def test_defaults_are_those_of_the_engine(self) -> None:
+        arguments = vars(build_parser().parse_args(["serve", "x"]))
+        for field in fields(EngineConfig):
+            if arguments.get(field.name) is not None:
+                assert arguments[field.name] == field.default, field.name
 
     @pytest.mark.parametrize("port", ["65536", "-1"])
     def test_port_out_of_range(self, capsys: pytest.CaptureFixture[str], port: str) -> None:

@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--request-timeout",
-        type=_seconds,
+        type=_positive,
         metavar="SECONDS",
         help="end a request with a 504 when it takes longer (default: never)",
     )
@@ -159,6 +159,33 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests decoded together (default: %(default)s)",
     )
     parser.add_argument(
+        "--max-model-len",
+        type=_count(2),
+        metavar="TOKENS",
+        help="prompt and answer together (default: what the target and the memory allow)",
+    )
+    parser.add_argument(
+        "--kv-cache-gib",
+        type=_positive,
+        default=4.0,
+        metavar="GIB",
+        help="bound on the keys and values of target and draft (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page-size",
+        type=_count(1),
+        default=16,
+        metavar="TOKENS",
+        help="of keys and values given out and shared together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=_count(1),
+        default=512,
+        metavar="TOKENS",
+        help="of a round; what decoding leaves of it goes to prompts (default: %(default)s)",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="in bfloat16 too, the same text whatever runs beside it; on a CPU, a little slower",
@@ -184,7 +211,7 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
+def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -25,6 +25,14 @@ from eagle3_serve.sampling import SamplingParams
 from eagle3_serve.server import EngineWorker, ServerOptions, create_app, listen, run
 
 _SHAPE = ("num_speculative_tokens", "topk", "num_verify_tokens", "acceptance")
+_LIMITS = (
+    "max_batch_size",
+    "max_model_len",
+    "kv_cache_gib",
+    "page_size",
+    "max_num_batched_tokens",
+    "exact",
+)
 _STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -98,7 +106,8 @@ def _load(args: argparse.Namespace, **limits: Any) -> tuple[Target, Engine]:
     for name, value in shape.items():
         if args.draft is None and value:
             raise UserError(f"--{name.replace('_', '-')}: needs a draft; give --draft DIR")
-    config = EngineConfig(max_batch_size=args.max_batch_size, exact=args.exact, **shape, **limits)
+    limits |= {name: getattr(args, name) for name in _LIMITS}
+    config = EngineConfig(**shape, **limits)
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
     with _STDERR.status("loading"):
