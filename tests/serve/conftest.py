@@ -25,7 +25,7 @@ import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eagle3_core import CacheContext, DraftConfig, Eagle3Draft, save_draft
-from eagle3_core.target import Target, capture_boundaries
+from eagle3_core.target import Target, capture_boundaries, capture_final
 from eagle3_core.vocab import vocab_map
 from eagle3_serve.engine import Engine
 from eagle3_serve.server import EngineWorker, create_app
@@ -114,7 +114,13 @@ def fit_draft(target: Target, draft: Eagle3Draft, prompts: list[list[int]], coun
     rows = []
     for prompt in prompts:
         ids = torch.tensor([prompt + reference_greedy(target, prompt, count)])
-        with capture_boundaries(target.model, draft.config.aux_layer_ids or ()) as capture:
+        boundaries = draft.config.aux_layer_ids
+        capturing = (
+            capture_final(target.model)
+            if boundaries is None
+            else capture_boundaries(target.model, boundaries)
+        )
+        with capturing as capture:
             target.model(ids)
             rows.append((ids, torch.cat(capture.states(), -1)))
     for _ in range(50):

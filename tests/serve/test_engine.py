@@ -250,10 +250,6 @@ def test_a_stop_inside_a_block_counts_what_was_kept(target: Any, draft: Any) -> 
         ({"num_target_layers": 6}, "num_target_layers is 6, but target .* 4"),
         ({"num_target_layers": None, "aux_layer_ids": (1, 2, 5)}, "5 is out of range"),
         ({"aux_layer_ids": None}, "aux_layer_ids is not set"),
-        (
-            {"aux_layer_ids": None, "num_aux_hidden_states": 1, "aux_source": "final_norm"},
-            "aux_source is final_norm, expected boundaries",
-        ),
     ],
 )
 def test_refuses_a_draft_of_another_target(

@@ -79,8 +79,11 @@ class Engine:
         self._shape = shape
         self._d2t = draft.d2t if draft is not None and draft.config.is_pruned else None
         self._device = target.model.device
+        read = draft.config if draft is not None and shape else None
         self._runner = TargetRunner(
-            target, draft.config.aux_layer_ids or () if draft is not None and shape else ()
+            target,
+            read.aux_layer_ids or () if read else (),
+            final_norm=read is not None and read.aux_source == "final_norm",
         )
         round_slots = _round_slots(shape)
         self.max_model_len, num_pages = _sizes(target, draft, config, round_slots)
@@ -439,12 +442,7 @@ def check_draft(target: Target, draft: Eagle3Draft) -> None:
         hidden_size=target.hidden_size,
         num_layers=target.num_layers,
     )
-    if config.aux_source == "final_norm":
-        raise UserError(
-            "draft: aux_source is final_norm, expected boundaries; this engine does not "
-            "hand a draft the state behind the target's final norm"
-        )
-    if config.aux_layer_ids is None:
+    if config.aux_source == "boundaries" and config.aux_layer_ids is None:
         raise UserError(
             "draft: aux_layer_ids is not set, expected the boundary ids it was trained on"
         )

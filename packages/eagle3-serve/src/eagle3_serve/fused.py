@@ -113,8 +113,13 @@ class FusedDecoder:
         context: PackedContext,
         logit_rows: Tensor,
         boundary_ids: Sequence[int],
+        *,
+        final_norm: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """token_ids and positions [R], logit_rows [r] -> logits [r,V], each state [R,T]."""
+        """token_ids and positions [R], logit_rows [r] -> logits [r,V], each state [R,T].
+
+        The states are those of `boundary_ids`, and with `final_norm` the one behind that norm.
+        """
         x = self._embed(token_ids)
         cos, sin = (table[0, :, None] for table in self._rotary(x, positions[None]))
         half = sin.shape[-1] // 2
@@ -126,6 +131,8 @@ class FusedDecoder:
             x = layer(x, cos, sin, context)
         if len(self._layers) in boundary_ids:
             states.append(x)
+        if final_norm:
+            states.append(self._norm(x))
         return self._head(self._norm(x[logit_rows])), states
 
 

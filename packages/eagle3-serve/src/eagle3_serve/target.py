@@ -5,7 +5,7 @@ it; so the round's context travels with the call and no cache object is involved
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from eagle3_core import UserError
 from eagle3_core.packed import can_pack, is_packing_available, pack_linears
-from eagle3_core.target import Target, capture_boundaries
+from eagle3_core.target import Capture, Target, capture_boundaries, capture_final
 from eagle3_serve.attention import Attention, PackedContext
 from eagle3_serve.fused import FusedDecoder, is_standard, pack_qkv
 from eagle3_serve.kv import KVStore, Segment
@@ -77,17 +77,22 @@ AttentionMaskInterface.register(_ATTENTION, _no_mask)
 class TargetRunner:
     """Runs a target over packed rows and captures aux states. A aux states, T hidden, V vocab."""
 
-    def __init__(self, target: Target, aux_layer_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, target: Target, aux_layer_ids: Sequence[int] = (), *, final_norm: bool = False
+    ) -> None:
         """`aux_layer_ids` are boundary ids, ascending. Packs the model's linears on a CPU.
+
+        With `final_norm` the one aux state is that behind the final norm; it has no id.
 
         Raises:
             UserError: an id is out of range or stands twice.
         """
-        with capture_boundaries(target.model, aux_layer_ids):
-            pass
         self.target = target
         self._model = target.model
         self._aux_layer_ids = tuple(aux_layer_ids)
+        self._final_norm = final_norm
+        with self._capture():
+            pass
         self._fused: FusedDecoder | None = None
         if is_packing_available() and can_pack(target.lm_head):
             standard = is_standard(target.model)
@@ -120,7 +125,12 @@ class TargetRunner:
         kept = pad_rows(logit_rows)
         if self._fused is not None:
             logits, states = self._fused(
-                pad_rows(token_ids), pad_rows(positions), context, kept, self._aux_layer_ids
+                pad_rows(token_ids),
+                pad_rows(positions),
+                context,
+                kept,
+                self._aux_layer_ids,
+                final_norm=self._final_norm,
             )
         else:
             logits, states = self._run(token_ids, positions, context, kept)
@@ -134,10 +144,7 @@ class TargetRunner:
         self, token_ids: Tensor, positions: Tensor, context: PackedContext, kept: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Through the model's own code."""
-        with (
-            self._packed_attention(),
-            capture_boundaries(self._model, self._aux_layer_ids) as capture,
-        ):
+        with self._packed_attention(), self._capture() as capture:
             output = self._model(
                 input_ids=pad_rows(token_ids)[None],
                 position_ids=pad_rows(positions)[None],
@@ -149,6 +156,11 @@ class TargetRunner:
         if output.logits.shape[1] != len(kept):
             raise RuntimeError("its forward takes no notice of logits_to_keep")
         return output.logits[0], [state[0] for state in states]
+
+    def _capture(self) -> AbstractContextManager[Capture]:
+        if self._final_norm:
+            return capture_final(self._model)
+        return capture_boundaries(self._model, self._aux_layer_ids)
 
     def check(self, store: KVStore) -> None:
         """Run a few tokens, and refuse a target whose layers do not all work on the packed context.

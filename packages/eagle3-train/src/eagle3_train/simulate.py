@@ -1,10 +1,5 @@
 """The rounds that chains and trees would make on recorded answers: greedy and at temperature 1.
 
-A round stands at a slot: the token after it is certain, K more are drafted. The draft grows its
-real tree there, off the recorded path too, since that takes no state of the target. What the
-target would choose is known along the recorded answer only, and that is enough: a walk that leaves
-the recorded tokens has ended there.
-
 Shapes: B rounds, K depth, N nodes, S tokens of a sample, T target hidden size, D and V draft and
 target vocabulary.
 """
@@ -16,16 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle3_core import CacheContext, Eagle3Draft
-from eagle3_core.accept import (
-    AcceptCounts,
-    TreeAccept,
-    count_accepted,
-    expected_accept_length,
-    greedy_tree,
-)
-from eagle3_core.attention import TreeContext
-from eagle3_core.tree import DraftTree, TreeShape, draft_tree
+from eagle3_core import Eagle3Draft
+from eagle3_core.accept import AcceptCounts, count_accepted, expected_accept_length
+from eagle3_core.rounds import RecordedRounds, follow
+from eagle3_core.tree import DraftTree, TreeShape
 from eagle3_train.store import Sample
 from eagle3_train.ttt import Batch, chain_slots
 
@@ -116,39 +105,22 @@ class Simulator:
         if not len(slots):
             return total
         recording = _Recording.of(sample, self.head.device)
-        cache = CacheContext(self.draft.config.sliding_window)
-        h = self._read(recording, cache)
+        rounds = RecordedRounds(self.draft, recording.ids, recording.aux)
         width = max(steps, self.tree.topk) * self.draft.config.draft_vocab_size
         for chunk in slots.split(max(1, _CHUNK_ELEMENTS // width)):
-            total += self._rounds(recording, cache, h, chunk.to(self.head.device))
+            total += self._rounds(recording, rounds, chunk.to(self.head.device))
         return total
 
-    def _read(self, recording: "_Recording", cache: CacheContext) -> Tensor:
-        """[S-1,H]: the draft over all slots of the sample."""
-        x = self.draft.project(recording.aux[None, :-1])
-        e = self.draft.embed(recording.ids[None, 1:])
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-        return self.draft(e, x, positions, cache)[0]
-
-    def _rounds(
-        self, recording: "_Recording", cache: CacheContext, h: Tensor, slots: Tensor
-    ) -> Simulated:
+    def _rounds(self, recording: "_Recording", rounds: RecordedRounds, slots: Tensor) -> Simulated:
         ahead = slots[:, None] + torch.arange(1, self.tree.num_speculative_tokens + 1).to(slots)
         choice, recorded = recording.argmax[ahead], recording.ids[ahead + 1]
         laws: dict[str, AcceptCounts] = {}
         for name, shape in (("chain", self.chain), ("tree", self.tree)):
-            tree = draft_tree(
-                self.draft,
-                recording.ids[slots + 1],
-                h[slots],
-                slots,
-                TreeContext(cache, slots + 1),
-                shape,
-            )
-            accepted = _follow(tree, choice).num_accepted
+            tree = rounds.trees(slots, shape)
+            accepted = follow(tree, choice).num_accepted
             laws[f"greedy_{name}"] = count_accepted(accepted, choice.shape[1])
             laws[f"sampled_{name}"] = self._sampled(tree, recorded, recording, slots)
-        laws["drawn_chain"] = self._drawn(recording, recorded, cache, h, slots)
+        laws["drawn_chain"] = self._drawn(recording, recorded, rounds, slots)
         first = slots + 1
         probable = self._probability(recording, first, choice[:, 0])
         return Simulated(
@@ -161,7 +133,7 @@ class Simulator:
         self, tree: DraftTree, recorded: Tensor, recording: "_Recording", slots: Tensor
     ) -> AcceptCounts:
         """A tree whose topology owes nothing to coins, at temperature 1."""
-        walk = _follow(tree, recorded).path  # [B,K+1]
+        walk = follow(tree, recorded).path  # [B,K+1]
         depths = tree.depths.expand_as(tree.tokens)
         # The teacher of a node at depth d, if the walk reaches its parent.
         p = self._probability(recording, slots[:, None] + depths.clamp(min=1), tree.tokens)
@@ -174,13 +146,12 @@ class Simulator:
         self,
         recording: "_Recording",
         recorded: Tensor,
-        cache: CacheContext,
-        h: Tensor,
+        rounds: RecordedRounds,
         slots: Tensor,
     ) -> AcceptCounts:
         """A chain of drafts that are drawn from the draft's own law, at temperature 1."""
         offered, kept = [], []
-        for k, logits in enumerate(self._along(recorded, cache, h[slots], slots)):
+        for k, logits in enumerate(self._along(recorded, rounds, slots)):
             log_q = logits.float().log_softmax(-1)
             at = slots + 1 + k
             log_p = recording.final[at] @ self.kept_head.T - recording.logz[at, None]
@@ -190,11 +161,9 @@ class Simulator:
             kept.append(torch.where(same, ratio, 0.0).sum(-1))
         return expected_accept_length(torch.stack(offered), torch.stack(kept))
 
-    def _along(
-        self, recorded: Tensor, cache: CacheContext, h: Tensor, slots: Tensor
-    ) -> Iterator[Tensor]:
+    def _along(self, recorded: Tensor, rounds: RecordedRounds, slots: Tensor) -> Iterator[Tensor]:
         """[B,D] logits at each of K steps of a chain that consists of the recorded tokens."""
-        context, h = TreeContext(cache, slots + 1), h[:, None]
+        context, h = rounds.context(slots), rounds.states(slots)[:, None]
         yield self.draft.logits(h)[:, 0]
         for depth in range(1, recorded.shape[1]):
             context.lineage = torch.zeros(len(slots), 1, depth, dtype=torch.int64).to(slots)
@@ -227,11 +196,3 @@ class _Recording:
             sample.argmax.long().to(device),
             sample.logz.float().to(device),
         )
-
-
-def _follow(tree: DraftTree, tokens: Tensor) -> TreeAccept:
-    """The path that `tokens` [B,K] take from the root, as long as they are in the tree."""
-    depths = tree.depths.expand_as(tree.tokens)
-    # Nodes of the last depth have no child, whatever would be asked for behind them.
-    wanted = tokens.gather(1, depths.clamp(max=tokens.shape[1] - 1))
-    return greedy_tree(tree.tokens, tree.parents, wanted, tokens.shape[1])
