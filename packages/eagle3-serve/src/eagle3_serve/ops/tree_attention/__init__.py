@@ -11,8 +11,8 @@ class Segments(NamedTuple):
     """Which rows of a packed batch belong to which of B requests, and where their keys lie.
 
     Row i of request b stands at `past[b] + i` in the order of its keys; the rows' own keys and
-    values are in their slots already. Its slot is page `pages[b, j // page_size]`, place
-    `j % page_size`, for the j-th key.
+    values are in their slots already. The slot of the j-th key is place `j % page_size` of page
+    `pages[b, j // page_size]`; a page of -1 is none.
     """
 
     first_row: Tensor  # [B] int32
@@ -22,3 +22,11 @@ class Segments(NamedTuple):
     page_size: int
     max_rows: int  # bounds num_rows, known without asking the device
     max_length: int  # bounds past + num_rows, likewise
+
+    def slots(self, places: Tensor) -> Tensor:
+        """[B,m] int64 places in the order of the keys -> their slots; -1 where there is no page."""
+        number = places // self.page_size
+        inside = number < self.pages.shape[1]
+        page = self.pages.long().gather(1, number.where(inside, 0))
+        slot = page * self.page_size + places % self.page_size
+        return slot.where(inside & (page >= 0), -1)
