@@ -298,6 +298,27 @@ class TestMore:
         assert kept == ([3, 3, 3, 3] if server.depth else [])
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
 
+    def test_counts_so_far_in_every_chunk_through_the_official_client(self, server: Any) -> None:
+        options: Any = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = server.client.completions.create(
+            model=server.model,
+            prompt="f",
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+            stream_options=options,
+        )
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        assert counts == ([1, 6, 11, 16] if server.depth else list(range(1, 17)))
+        assert [chunk.usage.total_tokens for chunk in chunks] == [1 + count for count in counts]
+        assert last.usage.completion_tokens == 16
+        refused = server.post(
+            "/v1/completions",
+            {"prompt": "f", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "stream_options"
+
     def test_metrics_add_up(self, server: Any) -> None:
         def read() -> dict[str, float]:
             lines = server.http.get("/metrics").text.splitlines()

@@ -91,6 +91,13 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--json", action="store_true", help="print the figures as one JSON object on stdout"
     )
+
+    bench = commands.add_parser(
+        "bench",
+        help="load an OpenAI-compatible server and measure its latencies",
+        description="Loads an OpenAI-compatible server with streamed requests, level by level.",
+    )
+    _add_bench_arguments(bench)
     return parser
 
 
@@ -101,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from eagle3_core import UserError  # noqa: PLC0415
     from eagle3_serve import commands  # noqa: PLC0415
 
-    run = {"serve": commands.serve, "generate": commands.generate}[arguments.command]
+    run = {
+        "serve": commands.serve,
+        "generate": commands.generate,
+        "bench": commands.bench,
+    }[arguments.command]
     try:
         run(arguments)
     except UserError as error:
@@ -189,6 +200,61 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact",
         action="store_true",
         help="in bfloat16 too, the same text whatever runs beside it; on a CPU, a little slower",
+    )
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", required=True, help="of the server, with or without /v1")
+    parser.add_argument(
+        "--baseline",
+        metavar="URL",
+        help="of a second server, asked the same in turn: the same target without a draft",
+    )
+    parser.add_argument("--model", help="to ask for (default: the only one)")
+    parser.add_argument("--api-key", type=_not_empty, help="key to send to both")
+    parser.add_argument(
+        "--concurrency",
+        type=_count(1),
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        metavar="N",
+        help="levels: clients that each have one request at a time (default: 1 2 4 8 16 32 64)",
+    )
+    parser.add_argument(
+        "--requests-per-client",
+        type=_count(1),
+        default=4,
+        metavar="N",
+        help="of a level (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='rows {"prompt"} or {"messages"}, asked in turn (default: built-in questions, of '
+        "which no two begin alike)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=_count(1), default=128, help="per answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="0 is greedy (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="answers of --max-tokens each; not every server takes it",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=_positive,
+        default=120.0,
+        metavar="SECONDS",
+        help="start no request of a level later, and end one that takes longer (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as one JSON object on stdout"
     )
 
 

@@ -1,11 +1,12 @@
 """What the commands of eagle3-serve do."""
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from eagle3_core import UserError, load_draft
 from eagle3_core.target import Target, load_target
+from eagle3_serve.bench import BenchOptions, print_bench, run_bench
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.engine import Engine
 from eagle3_serve.generate import generate as decode_all
@@ -98,6 +100,26 @@ def generate(args: argparse.Namespace) -> None:
         print(json.dumps(figures))
     else:
         _print_figures(figures)
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Load a server, and a baseline beside it.
+
+    Raises:
+        UserError: a server cannot be used as asked, or the prompts cannot be read.
+    """
+    rows = None if args.prompts is None else [row.values for row in read_prompts(args.prompts)]
+    options = BenchOptions(**{f.name: getattr(args, f.name) for f in fields(BenchOptions)})
+    servers = 1 if args.baseline is None else 2
+    with _progress() as progress:
+        task = progress.add_task("bench", total=options.num_requests * servers)
+        results = asyncio.run(
+            run_bench(args.url, args.baseline, rows, options, lambda: progress.advance(task))
+        )
+    if args.json:
+        print(json.dumps(results))
+    else:
+        print_bench(results)
 
 
 def _load(args: argparse.Namespace, **limits: Any) -> tuple[Target, Engine]:

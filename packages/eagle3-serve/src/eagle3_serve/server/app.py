@@ -22,7 +22,12 @@ from eagle3_serve.server.errors import ApiError, install_error_handlers
 from eagle3_serve.server.guard import Guard
 from eagle3_serve.server.info import server_info
 from eagle3_serve.server.metrics import ServerMetrics
-from eagle3_serve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from eagle3_serve.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
 from eagle3_serve.server.responses import (
     ChatFormat,
     Choice,
@@ -231,7 +236,8 @@ class _Endpoints:
         submission = await self._worker.submit(jobs)
         outputs = self._metrics.watched(submission)
         if body.stream:
-            events = self._events(submission, outputs, choices, form, usage, body.include_usage)
+            options = body.stream_options or StreamOptions()
+            events = self._events(submission, outputs, choices, form, usage, options)
             return StreamingResponse(events, media_type="text/event-stream")
         try:
             pieces = await _unless_gone(request, _collect(outputs, choices, usage))
@@ -248,23 +254,29 @@ class _Endpoints:
         choices: Sequence[Choice],
         form: ResponseFormat,
         usage: Usage,
-        include_usage: bool,
+        options: StreamOptions,
     ) -> AsyncIterator[str]:
         """Server-sent events of a response; ends the engine's work if the client leaves.
 
-        With `include_usage`, every chunk has a `usage`: null until the last (OpenAI API reference).
+        With `include_usage`, every chunk has a `usage`: null until the last (OpenAI API reference),
+        unless the counts so far are wanted.
         """
-        unknown = {"usage": None} if include_usage else {}
+
+        def so_far() -> dict[str, Any]:
+            if not options.include_usage:
+                return {}
+            return {"usage": usage.counts() if options.continuous_usage_stats else None}
+
         try:
             for choice in choices:
                 if opening := form.opening(choice):
-                    yield _event(opening | unknown)
+                    yield _event(opening | so_far())
             async for index, output in outputs:
                 usage.add(output)
                 piece = choices[index].read(output)
                 if not piece.is_empty:
-                    yield _event(form.chunk(choices[index], piece) | unknown)
-            if include_usage:
+                    yield _event(form.chunk(choices[index], piece) | so_far())
+            if options.include_usage:
                 yield _event(form.usage(usage))
             yield "data: [DONE]\n\n"
         except ApiError as error:  # the status line is out already

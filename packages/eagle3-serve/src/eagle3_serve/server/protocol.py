@@ -106,6 +106,13 @@ class StreamOptions(Strict):
     """What a stream carries beside text."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # of vLLM and SGLang: the counts so far in every chunk
+
+    @model_validator(mode="after")
+    def _usage_is_wanted(self) -> "StreamOptions":
+        if self.continuous_usage_stats and not self.include_usage:
+            raise bad("stream_options: continuous_usage_stats is only allowed with include_usage")
+        return self
 
 
 class GenerationRequest(Strict):
@@ -177,11 +184,6 @@ class GenerationRequest(Strict):
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options: is only allowed with stream true", "stream_options")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     def token_limit(self) -> int | None:
         """Most tokens to generate; None for what fits."""

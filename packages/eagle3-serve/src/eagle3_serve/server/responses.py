@@ -79,15 +79,21 @@ class Usage:
             self._ended.append(output.stats)
             self._cached_tokens += output.num_cached_tokens
 
+    def counts(self) -> dict[str, Any]:
+        """Tokens so far."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
     def body(self) -> dict[str, Any]:
         """The `usage` object; `speculation` is this server's extension."""
         total = RequestStats()
         for stats in self._ended:
             total.add(stats)
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            **self.counts(),
             # A prompt counts once, whatever its choices: so does what was found of it.
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens // self.num_choices},
             "speculation": {
