@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eagle3_core import load_draft
+from eagle3_core.fingerprint import fingerprint, tokenizer_fingerprint
 from eagle3_train.cli import main
 
 
@@ -47,6 +48,13 @@ def test_capture_fit_eval(config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "eval" in steps[-1]
     assert json.loads((out / "run.json").read_text())["argv"][:2] == ["eagle3-train", "fit"]
     assert load_draft(out / "draft").config.draft_vocab_size == 64
+    target = json.loads(config.read_text())["target"]
+    assert json.loads((out / "draft/config.json").read_text())["metadata"] == {
+        "target": target,
+        "target_files": fingerprint(target),
+        "tokenizer_files": tokenizer_fingerprint(target),
+        "step": result["num_steps"],
+    }
 
     code, stdout, _ = run(capsys, "eval", str(config), "--json")
     assert code == 0

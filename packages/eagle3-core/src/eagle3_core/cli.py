@@ -9,13 +9,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.tree import Tree
 
 from eagle3_core.checkpoint import DESTINATIONS, describe
 from eagle3_core.checkpoint.consumers import CONSUMERS
 from eagle3_core.checkpoint.export import export_tensors
 from eagle3_core.checkpoint.read import Reading, common_dtype, plan_reading, read_tensors
+from eagle3_core.checkpoint.show import show
 from eagle3_core.errors import UserError
 
 _INTERRUPTED = 130
@@ -97,7 +96,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**describe.to_json(reading), "scanned": arguments.scan}))
     else:
-        _show(reading, scanned=arguments.scan)
+        show(reading, scanned=arguments.scan)
     return 0
 
 
@@ -119,46 +118,6 @@ def _scan(reading: Reading) -> None:
         task = progress.add_task("scanning", total=total)
         for _, num_bytes in describe.scan(reading):
             progress.advance(task, num_bytes)
-
-
-def _show(reading: Reading, *, scanned: bool) -> None:
-    console, report = Console(soft_wrap=True), reading.report
-    console.print(
-        f"[bold]{reading.files.folder}[/bold]  ({report.dialect} layout)", highlight=False
-    )
-    console.print(_parts_tree(reading))
-    table = Table("value", "is", "says", "because", title="Decisions", title_justify="left")
-    for name, value, source, why in report.decisions:
-        table.add_row(name, str(value), source, why)
-    console.print(table)
-    for title, lines in (("Warnings", report.warnings), ("Ignored", report.ignored)):
-        if lines:
-            console.print(f"[bold]{title}[/bold]")
-        for line in lines:
-            console.print(f"  - {line}", markup=False, highlight=False)
-    console.print("[bold]Engines[/bold]")
-    for engine, refusals in describe.engines(reading.config).items():
-        verdict = f"no: {'; '.join(refusals)}" if refusals else "yes"
-        console.print(f"  {engine}: {verdict}", markup=False, highlight=False)
-    console.print(
-        "Weights: " + ("all finite" if scanned else "headers only, --scan looks for NaN and inf")
-    )
-
-
-def _parts_tree(reading: Reading) -> Tree:
-    root = Tree("draft")
-    branches: dict[str, Tree] = {"": root}
-    for part in describe.parts(reading):
-        *path, leaf = part.name.removesuffix(".weight").split(".")
-        for depth in range(len(path)):
-            key, parent = ".".join(path[: depth + 1]), ".".join(path[:depth])
-            if key not in branches:
-                branches[key] = branches[parent].add(path[depth])
-        origin = "" if part.origin == part.name else f"  <- {part.origin}"
-        branches[".".join(path)].add(
-            f"{leaf} {list(part.shape)} {part.dtype}{origin}".replace("[", r"\[")
-        )
-    return root
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -5,9 +5,11 @@ tree there, off the recorded path too, since that takes no state of the target. 
 would choose is known along the recorded text only, and that is enough: a walk that leaves the
 recorded tokens has ended there.
 
-Shapes: S tokens of a text, B rounds, K depth, N nodes, A·T width of the target's states, H of the
-draft's.
+Shapes: S tokens of a text, B rounds, K depth, N nodes, D draft vocabulary, A·T width of the
+target's states.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -29,24 +31,20 @@ class RecordedRounds:
         x = draft.project(aux[None, :-1])
         self._h = draft(draft.embed(ids[None, 1:]), x, positions[None], self._cache)[0]
 
-    def states(self, slots: Tensor) -> Tensor:
-        """[B] -> [B,H] output of the draft there, before the final norm."""
-        return self._h[slots]
-
-    def context(self, slots: Tensor) -> TreeContext:
-        """What drafts behind the slots [B] see."""
-        return TreeContext(self._cache, slots + 1)
-
     def trees(self, slots: Tensor, shape: TreeShape) -> DraftTree:
         """The trees that are drafted behind the slots [B]."""
-        return draft_tree(
-            self.draft,
-            self.ids[slots + 1],
-            self.states(slots),
-            slots,
-            self.context(slots),
-            shape,
-        )
+        context = TreeContext(self._cache, slots + 1)
+        return draft_tree(self.draft, self.ids[slots + 1], self._h[slots], slots, context, shape)
+
+    def along(self, tokens: Tensor, slots: Tensor) -> Iterator[Tensor]:
+        """[B,D] logits at each of K steps of the chains that consist of `tokens` [B,K]."""
+        context, h = TreeContext(self._cache, slots + 1), self._h[slots][:, None]
+        yield self.draft.logits(h)[:, 0]
+        for depth in range(1, tokens.shape[1]):
+            context.lineage = torch.zeros(len(slots), 1, depth, dtype=torch.int64).to(slots)
+            e = self.draft.embed(tokens[:, depth - 1, None])
+            h = self.draft(e, self.draft.feedback(h), slots[:, None] + depth, context)
+            yield self.draft.logits(h)[:, 0]
 
 
 def follow(tree: DraftTree, tokens: Tensor) -> TreeAccept:

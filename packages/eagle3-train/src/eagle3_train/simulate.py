@@ -4,7 +4,6 @@ Shapes: B rounds, K depth, N nodes, S tokens of a sample, T target hidden size, 
 target vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +150,7 @@ class Simulator:
     ) -> AcceptCounts:
         """A chain of drafts that are drawn from the draft's own law, at temperature 1."""
         offered, kept = [], []
-        for k, logits in enumerate(self._along(recorded, rounds, slots)):
+        for k, logits in enumerate(rounds.along(recorded, slots)):
             log_q = logits.float().log_softmax(-1)
             at = slots + 1 + k
             log_p = recording.final[at] @ self.kept_head.T - recording.logz[at, None]
@@ -160,16 +159,6 @@ class Simulator:
             ratio = (log_q - log_p).exp().clamp(max=1)
             kept.append(torch.where(same, ratio, 0.0).sum(-1))
         return expected_accept_length(torch.stack(offered), torch.stack(kept))
-
-    def _along(self, recorded: Tensor, rounds: RecordedRounds, slots: Tensor) -> Iterator[Tensor]:
-        """[B,D] logits at each of K steps of a chain that consists of the recorded tokens."""
-        context, h = rounds.context(slots), rounds.states(slots)[:, None]
-        yield self.draft.logits(h)[:, 0]
-        for depth in range(1, recorded.shape[1]):
-            context.lineage = torch.zeros(len(slots), 1, depth, dtype=torch.int64).to(slots)
-            e = self.draft.embed(recorded[:, depth - 1, None])
-            h = self.draft(e, self.draft.feedback(h), slots[:, None] + depth, context)
-            yield self.draft.logits(h)[:, 0]
 
     def _probability(self, recording: "_Recording", at: Tensor, tokens: Tensor) -> Tensor:
         """The target's probability of `tokens` after position `at`, of any shape."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eagle3_core import Eagle3Draft, UserError, save_draft
+from eagle3_core.fingerprint import fingerprint, tokenizer_fingerprint
 from eagle3_train.config import StrategyName, TrainConfig
 from eagle3_train.display import StepTable, console
 from eagle3_train.distill import Distillation, normaliser
@@ -138,7 +139,13 @@ class Trainer:
 
     def save(self) -> None:
         """Write the trained draft to OUT/draft."""
-        facts = {"target": self.config.target, "step": self.progress.step}
+        target = self.config.target
+        facts = {
+            "target": target,
+            "target_files": fingerprint(target),
+            "tokenizer_files": tokenizer_fingerprint(target),
+            "step": self.progress.step,
+        }
         with self.strategy.whole() as draft:
             if self.is_main:
                 # The map comes from the data, so one of zero offsets means the first ids.

@@ -75,10 +75,18 @@ def load_draft(
     Raises:
         UserError: one line naming file, tensor or key, and what is wrong with it.
     """
-    reading = plan_reading(path, target, overrides)
+    return read_draft(plan_reading(path, target, overrides), dtype)
+
+
+def read_draft(reading: Reading, dtype: torch.dtype | None = None) -> LoadedDraft:
+    """The second half of `load_draft`: read the weights that were planned.
+
+    Raises:
+        UserError: NaN or inf, a quantised tensor, or nothing to borrow from.
+    """
     tensors = read_tensors(reading)
     wanted = dtype or common_dtype(tensors, reading.report)
-    draft = _unfilled_draft(reading.config)
+    draft = unfilled_draft(reading.config)
     draft.load_state_dict(
         {n: t.to(wanted) if t.is_floating_point() else t for n, t in tensors.items()},
         strict=True,
@@ -162,7 +170,7 @@ def read_tensors(reading: Reading, *, borrow: bool = True) -> dict[str, Tensor]:
 
 def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a draft."""
-    return {n: tuple(t.shape) for n, t in _unfilled_draft(config).state_dict().items()}
+    return {n: tuple(t.shape) for n, t in unfilled_draft(config).state_dict().items()}
 
 
 class _NoInit(TorchFunctionMode):
@@ -176,7 +184,8 @@ class _NoInit(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _unfilled_draft(config: DraftConfig) -> Eagle3Draft:
+def unfilled_draft(config: DraftConfig) -> Eagle3Draft:
+    """A draft on the meta device, for `load_state_dict` to assign weights that exist already."""
     with torch.device("meta"), _NoInit():
         return Eagle3Draft(config)
 

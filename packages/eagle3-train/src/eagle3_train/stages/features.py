@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from eagle3_core import UserError
+from eagle3_core.fingerprint import fingerprint
 from eagle3_core.target import Target, load_target
 from eagle3_train.capture import Capturer, OnlineFeatures
 from eagle3_train.config import TrainConfig
 from eagle3_train.data import Example
-from eagle3_train.fingerprint import fingerprint
 from eagle3_train.placement import place_target
 from eagle3_train.processes import Processes
 from eagle3_train.provenance import changed_inputs, hash_files, recorded_inputs

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_core import UserError
+from eagle3_core.fingerprint import fingerprint
 from eagle3_train.config import TrainConfig
 from eagle3_train.display import console
-from eagle3_train.fingerprint import fingerprint
 from eagle3_train.outputs import check_outputs
 from eagle3_train.placement import place_target
 from eagle3_train.processes import Processes

@@ -2,12 +2,24 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from eagle3_train.fingerprint import fingerprint
+from eagle3_core.fingerprint import fingerprint, tokenizer_fingerprint
+from eagle3_core.target import Target
+
+
+@pytest.fixture(scope="module")
+def target_folder(
+    make_target: Callable[..., Target], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder, target = tmp_path_factory.mktemp("target"), make_target()
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -43,6 +55,19 @@ def test_weights_without_named_tensors_are_sampled(folder: Path) -> None:
     before = fingerprint(str(folder))
     path.write_bytes(bytes(1 << 21) + b"\1" * (1 << 21))
     assert fingerprint(str(folder)) != before
+
+
+def test_of_the_tokenizer_only_its_vocabulary_counts(folder: Path) -> None:
+    before = tokenizer_fingerprint(str(folder))
+    assert before is not None
+    (folder / "model.safetensors").unlink()
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert tokenizer_fingerprint(str(folder)) == before
+    rules = folder / "tokenizer.json"
+    rules.write_text(rules.read_text().replace("im_end", "IM_END"))
+    assert tokenizer_fingerprint(str(folder)) not in (before, None)
+    rules.unlink()
+    assert tokenizer_fingerprint(str(folder)) is None
 
 
 def test_damaged_and_missing_targets_are_left_to_the_loader(folder: Path) -> None:
