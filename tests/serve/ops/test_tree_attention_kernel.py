@@ -72,8 +72,33 @@ def test_sinks_take_weight_and_give_nothing():
 def test_a_tree_row_sees_its_ancestors_at_their_own_positions(window: int | None):
     spans = [(11, 6), (0, 6), (3, 6)]
     words = ancestor_words(TREE[None])[0, :, 0].repeat(3)
-    positions = torch.cat([past + DEPTHS for past, _ in spans]).int()
+    positions = torch.stack([past + DEPTHS for past, _ in spans]).int()
     assert_same(a_batch(spans), words=words, positions=positions, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_tree_grows_level_by_level_beside_prompts(window: int | None):
+    q, keys, values, segments = a_batch([(11, 6), (3, 6), (7, 70)])
+    # The first two are trees whose first three rows an earlier pass has run.
+    parts = [(0, 6), (6, 12), (12, 82)]
+    kept = torch.cat([torch.arange(first + 3, end) for first, end in parts])
+    words = torch.cat([ancestor_words(TREE[None])[0, 3:, 0].repeat(2), kept.new_zeros(67)])
+    positions = torch.arange(73).repeat(3, 1).int() + segments.past[:, None]
+    positions[:2, :6] = segments.past[:2, None] + DEPTHS.int()
+    counts = segments.num_rows - 3
+    segments = segments._replace(
+        first_row=(counts.cumsum(0) - counts).int(), num_rows=counts, max_rows=67, grown=3
+    )
+    options = {"words": words, "positions": positions, "window": window}
+    assert_same((q[kept], keys, values, segments), **options)
+
+
+def test_rows_of_no_request_are_zeros():
+    q, keys, values, segments = a_batch([(600, 2), (9, 1)])
+    padded = torch.cat([q, torch.full_like(q, torch.nan)])
+    found = fused.tree_attention(padded, keys, values, segments, 0.3)
+    assert torch.equal(found[:3], fused.tree_attention(q, keys, values, segments, 0.3))
+    assert torch.equal(found[3:], torch.zeros_like(q))
 
 
 def test_a_tree_of_sixty_four_rows_uses_the_sign_bit():

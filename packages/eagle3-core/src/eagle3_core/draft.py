@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from eagle3_core.attention import AttentionContext
 from eagle3_core.config import DraftConfig
-from eagle3_core.ops import DraftOps, TorchOps
+from eagle3_core.ops import DraftOps, TokenEmbeddings, TorchOps
 
 
 class RMSNorm(nn.Module):
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         """x [B,S,H or 2H], or [B,S,H] beside a `split` -> [B,S,H]."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         if split is None:
-            q, k, v = (self._heads(proj(x)) for proj in projections)
+            q, k, v = (self._heads(part) for part in ops.linears(x, projections))
         else:
             joint = F.linear(x, split.hidden) + split.embedding
             widths = [p.weight.shape[0] for p in projections]
@@ -97,8 +97,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = ops.rms_norm(q, self.q_norm.weight, self.eps)
             k = ops.rms_norm(k, self.k_norm.weight, self.eps)
-        q, k = ops.rope(q, k, cos, sin)
-        out = context.attend(self.layer, q, k, v)
+        out = ops.rope_attend(context, self.layer, q, k, v, cos, sin)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, ops: DraftOps) -> Tensor:
         """[B,S,H] -> [B,S,H]."""
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(ops.swiglu(*ops.linears(x, (self.gate_proj, self.up_proj))))
 
 
 class DraftLayer(nn.Module):
@@ -154,18 +153,18 @@ class DraftLayer(nn.Module):
 
     def forward(
         self,
-        e: Tensor | SplitProjection | None,
+        e: Tensor | TokenEmbeddings | SplitProjection | None,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
         context: AttentionContext,
         ops: DraftOps,
     ) -> Tensor:
-        """e (or what `split` made of it) and x [B,S,H] -> [B,S,H]; no residual is added twice."""
+        """e (or what stands for it) and x [B,S,H] -> [B,S,H]; no residual is added twice."""
         residual, split = x, None
         if self.hidden_norm is None:
             attn_in = ops.rms_norm(x, self.input_layernorm.weight, self.eps)
-        elif isinstance(e, Tensor):
+        elif isinstance(e, Tensor | TokenEmbeddings):
             attn_in, normed = ops.norm_concat(
                 e, self.input_layernorm.weight, x, self.hidden_norm.weight, self.eps
             )
@@ -224,6 +223,19 @@ class Eagle3Draft(nn.Module):
 
         return (rotary_embedding(self.config),)
 
+    def tabulate_rope(self, num_positions: int) -> None:
+        """Look rotary tables up from now on, for positions below the limit.
+
+        Raises:
+            ValueError: this draft's tables depend on how long the sequence is.
+        """
+        from eagle3_core.rope import RopeTable, is_static, rotary_embedding  # noqa: PLC0415
+
+        if not is_static(self.config.rope_parameters):
+            raise ValueError(f"rope_parameters: {self.config.rope_parameters} make no fixed table")
+        table = RopeTable(rotary_embedding(self.config), num_positions, self.norm.weight)
+        self.__dict__["_rotary"] = (table,)
+
     def init_weights(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Normal(0, std) matrices, unit norms, zero biases."""
         for name, parameter in self.named_parameters():
@@ -263,6 +275,10 @@ class Eagle3Draft(nn.Module):
         """[B,S] target ids -> [B,S,H]."""
         return self.embed_tokens(ids)
 
+    def embed_lazily(self, ids: Tensor) -> TokenEmbeddings:
+        """The same without reading the table: `forward` hands ids and table to its ops."""
+        return TokenEmbeddings(ids, self.embed_tokens.weight)
+
     def split_embeddings(self, e: Tensor) -> SplitEmbeddings:
         """[B,S,H] -> what `forward` takes in place of e: equal up to the order of additions."""
         splits: list[SplitProjection | None] = []
@@ -273,7 +289,7 @@ class Eagle3Draft(nn.Module):
 
     def forward(
         self,
-        e: Tensor | SplitEmbeddings,
+        e: Tensor | TokenEmbeddings | SplitEmbeddings,
         x: Tensor,
         position_ids: Tensor,
         context: AttentionContext,

@@ -5,11 +5,21 @@ the module itself stays the same. Norms compute in fp32 (fp64 for fp64 inputs) a
 input's dtype.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from eagle3_core.attention import AttentionContext
+
+
+class TokenEmbeddings(NamedTuple):
+    """Embeddings that nobody has gathered yet: an op can norm them as it reads them."""
+
+    ids: Tensor  # [...] int64
+    table: Tensor  # [V,H]
 
 
 class DraftOps(Protocol):
@@ -20,7 +30,12 @@ class DraftOps(Protocol):
         ...
 
     def norm_concat(
-        self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float
+        self,
+        e: Tensor | TokenEmbeddings,
+        e_weight: Tensor,
+        x: Tensor,
+        x_weight: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         """[..., H] twice -> (cat[norm(e), norm(x)] [..., 2H], norm(x)). Embedding first."""
         ...
@@ -31,8 +46,25 @@ class DraftOps(Protocol):
         """-> (residual + delta, norm of that sum)."""
         ...
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves: q [B,n,S,d], k [B,m,S,d], cos and sin [B,S,d]."""
+    def linears(self, x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """What several linears make of one input [..., H]."""
+        ...
+
+    def rope_attend(
+        self,
+        context: AttentionContext,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        """`context.attend` of rotated halves: q [B,n,S,d], k and v [B,m,S,d], cos and sin [B,S,d].
+
+        Returns:
+            [B,n,S,d].
+        """
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -53,8 +85,15 @@ class TorchOps:
         return weight * wide.to(x.dtype)
 
     def norm_concat(
-        self, e: Tensor, e_weight: Tensor, x: Tensor, x_weight: Tensor, eps: float
+        self,
+        e: Tensor | TokenEmbeddings,
+        e_weight: Tensor,
+        x: Tensor,
+        x_weight: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(e, TokenEmbeddings):
+            e = F.embedding(e.ids, e.table)
         normed = self.rms_norm(x, x_weight, eps)
         return torch.cat([self.rms_norm(e, e_weight, eps), normed], dim=-1), normed
 
@@ -64,7 +103,24 @@ class TorchOps:
         total = residual + delta
         return total, self.rms_norm(total, weight, eps)
 
+    def linears(self, x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in parts)
+
+    def rope_attend(
+        self,
+        context: AttentionContext,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        q, k = self.rope(q, k, cos, sin)
+        return context.attend(layer, q, k, v)
+
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves: q [B,n,S,d], k [B,m,S,d], cos and sin [B,S,d]."""
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 

@@ -5,6 +5,7 @@ which costs a tenth of the attention itself on a CPU. Several requests with a fe
 rows of a decoding round, are one padded batch: one call a layer in place of one a request.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -164,11 +165,31 @@ def _slots(stored: Tensor, which: slice | Tensor) -> Tensor:
     return stored.index_select(1, which)
 
 
-class PackedContext:
+class RowContext(ABC):
     """The attention of one pass over packed rows; writes their keys and values to the store.
 
     Rows after the last segment are padding: they see nothing and come out as zeros.
     """
+
+    sliding_window: int | None  # of the draft's layers
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1,nq,R,d], k and v [1,nkv,R,d] -> [1,nq,R,d], as the draft's layers call it."""
+        how = Attention(q.shape[-1] ** -0.5, self.sliding_window)
+        return self.attend_scaled(layer, q, k, v, how)
+
+    def attend_scaled(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """The same with a scale, a window and so on of the caller's."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.attend_rows(layer, q, k, v, how).transpose(0, 1)[None]
+
+    @abstractmethod
+    def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
+        """q [R,nq,d], k and v [R,nkv,d] -> [R,nq,d], contiguous."""
+
+
+class PackedContext(RowContext):
+    """In torch: a call a layer for each group of requests."""
 
     def __init__(
         self,
@@ -182,25 +203,14 @@ class PackedContext:
         self._store = store
         self._segments = segments
         self._num_rows = segments[-1].first_row + segments[-1].num_rows
-        self._written = _written(segments)
+        self._written = written_slots(segments)
         self._groups: Sequence[_Group | _Row] = (
             [_Row(s, row) for s in segments for row in range(s.num_rows)]
             if exact
             else _grouped(segments)
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1,nq,R,d], k and v [1,nkv,R,d] -> [1,nq,R,d], as the draft's layers call it."""
-        how = Attention(q.shape[-1] ** -0.5, self.sliding_window)
-        return self.attend_scaled(layer, q, k, v, how)
-
-    def attend_scaled(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
-        """The same with a scale, a window and so on of the caller's."""
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        return self.attend_rows(layer, q, k, v, how).transpose(0, 1)[None]
-
     def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: Attention) -> Tensor:
-        """q [R,nq,d], k and v [R,nkv,d] -> [R,nq,d], contiguous."""
         keys, values = self._store.keys[layer], self._store.values[layer]
         keys[:, self._written] = k[: self._num_rows].transpose(0, 1)
         values[:, self._written] = v[: self._num_rows].transpose(0, 1)
@@ -210,7 +220,7 @@ class PackedContext:
         return out
 
 
-def _written(segments: Sequence[Segment]) -> slice | Tensor:
+def written_slots(segments: Sequence[Segment]) -> slice | Tensor:
     """Slots of all rows, in their order."""
     if len(segments) == 1:
         return segments[0].written

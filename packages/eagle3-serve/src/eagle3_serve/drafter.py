@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eagle3_core import Eagle3Draft, TorchOps
+from eagle3_core import Eagle3Draft
 from eagle3_core.accept import inverse_cdf
-from eagle3_core.packed import PackedLinear, can_pack, is_packing_available, pack_linears
 from eagle3_core.tree import Frontier, TreeShape, grow_tree
-from eagle3_serve.attention import PackedContext
+from eagle3_serve.backend import Backend
 from eagle3_serve.kv import Branches, KVStore, Segment
 from eagle3_serve.padding import pad_rows
 from eagle3_serve.proposal import Proposal
@@ -23,34 +22,17 @@ from eagle3_serve.sampling import processed_probs
 from eagle3_serve.scheduler import Request
 
 
-class PackedOps(TorchOps):
-    """The reference ops with a head packed for a CPU."""
-
-    def __init__(self, lm_head: nn.Linear) -> None:
-        self._head = PackedLinear(lm_head.weight)
-
-    def draft_head(self, h: Tensor, norm_weight: Tensor, eps: float, head: Tensor) -> Tensor:
-        return self._head(self.rms_norm(h, norm_weight, eps))
-
-
-def pack_draft(draft: Eagle3Draft) -> None:
-    """Pack a draft on a CPU in place; it can be run afterwards, not trained or saved."""
-    if is_packing_available() and can_pack(draft.lm_head.weight):
-        # The head stays where it is: `logits` reads its weight, which a packed layer would copy.
-        draft.ops = PackedOps(draft.lm_head)
-        pack_linears(draft.layers)
-        if draft.config.has_fc and isinstance(draft.fc, nn.Linear):
-            draft.register_module("fc", PackedLinear(draft.fc.weight, draft.fc.bias))
-
-
 class Drafter:
     """Runs a draft for a batch of requests."""
 
-    def __init__(self, draft: Eagle3Draft, num_slots: int, acceptance: str = "coupled") -> None:
+    def __init__(
+        self, draft: Eagle3Draft, num_slots: int, acceptance: str, backend: Backend
+    ) -> None:
+        """`draft` is one that `backend` has prepared."""
         config = draft.config
         weight = draft.norm.weight
-        pack_draft(draft)
         self.draft = draft
+        self._backend = backend
         self._acceptance = acceptance
         self._device = weight.device
         self.store = KVStore(
@@ -184,9 +166,9 @@ class Drafter:
     def _run(self, tokens: Tensor, states: Tensor, segments: Sequence[Segment]) -> Tensor:
         """tokens [R], states [R,H] -> [R,H], before the final norm."""
         positions = pad_rows(torch.cat([s.positions for s in segments]))[None]
-        context = PackedContext(self.store, segments, self.draft.config.sliding_window)
-        embedded = self.draft.embed(pad_rows(tokens)[None])
-        hidden = self.draft(embedded, pad_rows(states)[None], positions, context)
+        context = self._backend.context(self.store, segments, self.draft.config.sliding_window)
+        embeddings = self.draft.embed_lazily(pad_rows(tokens)[None])
+        hidden = self.draft(embeddings, pad_rows(states)[None], positions, context)
         return hidden[0, : len(tokens)]
 
     def _logits(self, hidden: Tensor) -> Tensor:

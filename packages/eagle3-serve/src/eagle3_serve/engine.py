@@ -19,7 +19,7 @@ from eagle3_core import DraftConfig, Eagle3Draft, UserError
 from eagle3_core.pair import check_pair
 from eagle3_core.target import Target
 from eagle3_core.tree import TreeShape
-from eagle3_serve.attention import PackedContext
+from eagle3_serve.backend import choose_backend
 from eagle3_serve.config import EngineConfig
 from eagle3_serve.constraints import Constraint, Grammars
 from eagle3_serve.drafter import Drafter
@@ -79,23 +79,29 @@ class Engine:
         self._shape = shape
         self._d2t = draft.d2t if draft is not None and draft.config.is_pruned else None
         self._device = target.model.device
+        self._backend = choose_backend(config.ops, self._device)
+        round_slots = _round_slots(shape)
+        self.max_model_len, num_pages = _sizes(target, draft, config, round_slots)
+        num_positions = self.max_model_len + round_slots
         read = draft.config if draft is not None and shape else None
         self._runner = TargetRunner(
             target,
+            self._backend,
+            num_positions,
             read.aux_layer_ids or () if read else (),
             final_norm=read is not None and read.aux_source == "final_norm",
         )
-        round_slots = _round_slots(shape)
-        self.max_model_len, num_pages = _sizes(target, draft, config, round_slots)
         num_slots = num_pages * config.page_size
         self._store = self._runner.new_store(num_slots)
         with torch.inference_mode():
             self._runner.check(self._store)
         if config.exact:
             self._runner.check_exact()
-        self._drafter = (
-            Drafter(draft, num_slots, config.acceptance) if draft is not None and shape else None
-        )
+        self._drafter = None
+        if draft is not None and shape is not None:
+            self._backend.check_shape(shape)
+            self._backend.prepare(draft, num_positions)
+            self._drafter = Drafter(draft, num_slots, config.acceptance, self._backend)
         self.config = config
         self._pool = PagePool(num_pages, config.page_size, self._drafter is not None)
         limits = Limits(
@@ -275,7 +281,7 @@ class Engine:
             if turn.is_last:
                 logit_rows += range(len(tokens) - proposal.num_rows, len(tokens))
         positions = torch.cat([s.positions for s in segments])
-        context = PackedContext(self._store, segments, exact=self.config.exact)
+        context = self._backend.context(self._store, segments, exact=self.config.exact)
         logits, aux = self._runner.forward(
             torch.tensor(tokens, device=self._device),
             positions,

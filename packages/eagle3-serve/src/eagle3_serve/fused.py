@@ -21,10 +21,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from eagle3_core.packed import PackedLinear, PackedPart, pack_as_one
 from eagle3_core.target import decoder_parts
-from eagle3_serve.attention import Attention, PackedContext
+from eagle3_serve.attention import Attention, RowContext
 
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_QKV = ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def is_standard(model: PreTrainedModel) -> bool:
@@ -37,11 +37,13 @@ def pack_qkv(model: PreTrainedModel) -> None:
     for layer in decoder_parts(model).layers:
         attention = layer.get_submodule("self_attn")
         if type(attention.get_submodule("q_proj")) is nn.Linear:
-            pack_as_one(attention, _QKV)
+            pack_as_one(attention, QKV)
 
 
 @dataclass(frozen=True)
-class _Norm:
+class Norm:
+    """An RMSNorm's weight and eps."""
+
     weight: Tensor
     eps: float
 
@@ -56,12 +58,12 @@ class _Layer:
         attention, mlp = layer.get_submodule("self_attn"), layer.get_submodule("mlp")
         self.index, self.head_dim = index, head_dim
         self.how = Attention(head_dim**-0.5, window)
-        self.norm = _norm(layer, "input_layernorm")
-        self.mlp_norm = _norm(layer, "post_attention_layernorm")
+        self.norm = norm_of(layer, "input_layernorm")
+        self.mlp_norm = norm_of(layer, "post_attention_layernorm")
         has_norms = hasattr(attention, "q_norm")
-        self.q_norm = _norm(attention, "q_norm") if has_norms else None
-        self.k_norm = _norm(attention, "k_norm") if has_norms else None
-        parts = [attention.get_submodule(name) for name in _QKV]
+        self.q_norm = norm_of(attention, "q_norm") if has_norms else None
+        self.k_norm = norm_of(attention, "k_norm") if has_norms else None
+        parts = [attention.get_submodule(name) for name in QKV]
         self.num_heads, self.num_kv_heads, _ = (
             cast(PackedPart, part).out_features // head_dim for part in parts
         )
@@ -71,7 +73,7 @@ class _Layer:
             cast(PackedLinear, mlp.get_submodule(f"{name}_proj")) for name in ("gate", "up", "down")
         )
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: PackedContext) -> Tensor:
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: RowContext) -> Tensor:
         """cos and sin [R,1,d]; the first half of sin is negated."""
         heads = self.qkv(self.norm(x)).view(len(x), -1, self.head_dim)
         rotated = heads[:, : -self.num_kv_heads]
@@ -100,26 +102,23 @@ class FusedDecoder:
         self._embed = cast(nn.Module, model.get_input_embeddings())
         self._rotary = parts.base.get_submodule("rotary_emb")
         self._layers = [
-            _Layer(layer, i, head_dim, _window(model, layer))
+            _Layer(layer, i, head_dim, window_of(model, layer))
             for i, layer in enumerate(parts.layers)
         ]
-        self._norm = _norm(parts.base, "norm")
+        self._norm = norm_of(parts.base, "norm")
         self._head = cast(nn.Module, model.get_output_embeddings())
 
     def __call__(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        context: PackedContext,
+        context: RowContext,
         logit_rows: Tensor,
         boundary_ids: Sequence[int],
         *,
         final_norm: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """token_ids and positions [R], logit_rows [r] -> logits [r,V], each state [R,T].
-
-        The states are those of `boundary_ids`, and with `final_norm` the one behind that norm.
-        """
+        """See `backend.Decoder`."""
         x = self._embed(token_ids)
         cos, sin = (table[0, :, None] for table in self._rotary(x, positions[None]))
         half = sin.shape[-1] // 2
@@ -136,12 +135,14 @@ class FusedDecoder:
         return self._head(self._norm(x[logit_rows])), states
 
 
-def _norm(parent: nn.Module, name: str) -> _Norm:
+def norm_of(parent: nn.Module, name: str) -> Norm:
+    """The RMSNorm of that name in a standard model's part."""
     module = parent.get_submodule(name)
-    return _Norm(module.get_parameter("weight"), cast(float, module.variance_epsilon))
+    return Norm(module.get_parameter("weight"), cast(float, module.variance_epsilon))
 
 
-def _window(model: PreTrainedModel, layer: nn.Module) -> int | None:
+def window_of(model: PreTrainedModel, layer: nn.Module) -> int | None:
+    """How far a standard model's layer sees, in positions; None is everything."""
     if isinstance(model, MistralForCausalLM):
         return model.config.sliding_window  # of all layers
     return getattr(layer.get_submodule("self_attn"), "sliding_window", None)

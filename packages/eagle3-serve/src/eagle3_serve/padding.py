@@ -13,5 +13,5 @@ _LEAST = 4
 
 def pad_rows(x: Tensor) -> Tensor:
     """[R, ...] -> [max(R, 4), ...], zeros behind."""
-    missing = _LEAST - len(x)
+    missing = 0 if x.is_cuda else _LEAST - len(x)
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing > 0 else x

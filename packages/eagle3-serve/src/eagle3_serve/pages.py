@@ -122,6 +122,16 @@ class PageTable:
         """Positions that there is room for."""
         return len(self._pages) * self._pool.page_size
 
+    @property
+    def pages(self) -> Sequence[int]:
+        """Page numbers in the order of positions."""
+        return self._pages
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self._pool.page_size
+
     def reserve(self, num_slots: int) -> bool:
         """Make room for that many positions; False if the pool runs out, what was taken stays."""
         while self.num_slots < num_slots:

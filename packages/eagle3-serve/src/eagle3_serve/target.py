@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from eagle3_core import UserError
-from eagle3_core.packed import can_pack, is_packing_available, pack_linears
 from eagle3_core.target import Capture, Target, capture_boundaries, capture_final
-from eagle3_serve.attention import Attention, PackedContext
-from eagle3_serve.fused import FusedDecoder, is_standard, pack_qkv
+from eagle3_serve.attention import Attention, RowContext
+from eagle3_serve.backend import Backend
+from eagle3_serve.fused import FusedDecoder
 from eagle3_serve.kv import KVStore, Segment
 from eagle3_serve.padding import pad_rows
 from eagle3_serve.pages import PagePool, PageTable
@@ -47,7 +47,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    packed: PackedContext,
+    packed: RowContext,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -78,11 +78,22 @@ class TargetRunner:
     """Runs a target over packed rows and captures aux states. A aux states, T hidden, V vocab."""
 
     def __init__(
-        self, target: Target, aux_layer_ids: Sequence[int] = (), *, final_norm: bool = False
+        self,
+        target: Target,
+        backend: Backend,
+        num_positions: int,
+        aux_layer_ids: Sequence[int] = (),
+        *,
+        final_norm: bool = False,
     ) -> None:
-        """`aux_layer_ids` are boundary ids, ascending. Packs the model's linears on a CPU.
+        """Lets the backend change the model's linears in place.
 
-        With `final_norm` the one aux state is that behind the final norm; it has no id.
+        Args:
+            target: whose model runs.
+            backend: what runs it.
+            num_positions: bounds the positions of its rows.
+            aux_layer_ids: boundary ids, ascending.
+            final_norm: the one aux state is that behind the final norm; it has no id.
 
         Raises:
             UserError: an id is out of range or stands twice.
@@ -93,14 +104,8 @@ class TargetRunner:
         self._final_norm = final_norm
         with self._capture():
             pass
-        self._fused: FusedDecoder | None = None
-        if is_packing_available() and can_pack(target.lm_head):
-            standard = is_standard(target.model)
-            if standard:
-                pack_qkv(target.model)
-            pack_linears(target.model)
-            if standard:
-                self._fused = FusedDecoder(target.model)
+        self._backend = backend
+        self._decoder = backend.decoder(target.model, num_positions)
 
     def new_store(self, num_slots: int) -> KVStore:
         """Room for the keys and values of `num_slots` positions."""
@@ -108,7 +113,7 @@ class TargetRunner:
         return KVStore(layers, heads, head_dim, num_slots, self._model.dtype, self._model.device)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, context: PackedContext, logit_rows: Tensor
+        self, token_ids: Tensor, positions: Tensor, context: RowContext, logit_rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One pass.
 
@@ -123,8 +128,8 @@ class TargetRunner:
         """
         num_rows, num_logits = len(token_ids), len(logit_rows)
         kept = pad_rows(logit_rows)
-        if self._fused is not None:
-            logits, states = self._fused(
+        if self._decoder is not None:
+            logits, states = self._decoder(
                 pad_rows(token_ids),
                 pad_rows(positions),
                 context,
@@ -141,7 +146,7 @@ class TargetRunner:
         return logits, torch.cat([state[:num_rows] for state in states], -1)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, context: PackedContext, kept: Tensor
+        self, token_ids: Tensor, positions: Tensor, context: RowContext, kept: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         """Through the model's own code."""
         with self._packed_attention(), self._capture() as capture:
@@ -173,7 +178,7 @@ class TargetRunner:
         store.keys[:, :, :count] = torch.nan
         table = PageTable(PagePool(1, count, False))
         table.reserve(count)
-        context = PackedContext(store, [Segment(0, count, table, 0, device)])
+        context = self._backend.context(store, [Segment(0, count, table, 0, device)])
         ids, last = torch.arange(count, device=device), torch.tensor([1], device=device)
         try:
             self.forward(ids, ids, context, last)
@@ -192,7 +197,7 @@ class TargetRunner:
         Raises:
             UserError: not all its matrix products are packed linears, which do not.
         """
-        if self._fused is None:
+        if not isinstance(self._decoder, FusedDecoder):
             raise UserError(
                 f"exact: {self._name} does not run on packed linears alone; that takes a Llama, "
                 "Mistral, Qwen2 or Qwen3 on a CPU, in float32 or bfloat16"

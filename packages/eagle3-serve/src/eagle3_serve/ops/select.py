@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch
-from triton import knobs
 
 from eagle3_core import UserError
 
@@ -24,9 +23,8 @@ def resolve(implementation: Implementation, device: torch.device) -> Literal["re
     """
     if implementation == "reference":
         return "reference"
-    can_run = device.type == "cuda" or knobs.runtime.interpret
     if implementation == "triton":
-        if not can_run:
+        if device.type != "cuda" and not _is_interpreted():
             raise UserError(
                 f"ops: implementation is 'triton', but {device} is no GPU; use 'auto' or "
                 "'reference', or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter"
@@ -37,6 +35,13 @@ def resolve(implementation: Implementation, device: torch.device) -> Literal["re
         _said.add((chosen, str(device)))
         _log.info("ops on %s: %s", device, chosen)
     return chosen
+
+
+def _is_interpreted() -> bool:
+    # Only where somebody asks: Triton is not there on every system.
+    from triton import knobs  # noqa: PLC0415
+
+    return bool(knobs.runtime.interpret)
 
 
 def load(op: str, implementation: Implementation, device: torch.device) -> Callable[..., Any]:

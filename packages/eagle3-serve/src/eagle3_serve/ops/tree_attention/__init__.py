@@ -10,18 +10,19 @@ MAX_BRANCH_ROWS = 64  # of one request whose rows are a tree: one bit each in an
 class Segments(NamedTuple):
     """Which rows of a packed batch belong to which of B requests, and where their keys lie.
 
-    Row i of request b stands at `past[b] + i` in the order of its keys; the rows' own keys and
-    values are in their slots already. The slot of the j-th key is place `j % page_size` of page
+    Row i of request b stands at `past[b] + grown + i` in the order of its keys; the rows' own keys
+    and values are in their slots already. The slot of the j-th key is place `j % page_size` of page
     `pages[b, j // page_size]`; a page of -1 is none.
     """
 
     first_row: Tensor  # [B] int32
     num_rows: Tensor  # [B] int32
-    past: Tensor  # [B] int32, keys before this pass
+    past: Tensor  # [B] int32, keys that every row may see
     pages: Tensor  # [B,P] int32
     page_size: int
     max_rows: int  # bounds num_rows, known without asking the device
-    max_length: int  # bounds past + num_rows, likewise
+    max_length: int  # bounds past + grown + num_rows, likewise
+    grown: int = 0  # keys behind those: levels of the request's tree that earlier passes wrote
 
     def slots(self, places: Tensor) -> Tensor:
         """[B,m] int64 places in the order of the keys -> their slots; -1 where there is no page."""

@@ -27,9 +27,11 @@ def tree_attention(
         values: [nkv,slots,d].
         segments: of the packed rows.
         scale: of the scores.
-        words: [R] int64, bit j = the row sees row j of its request; None = rows 0..i (a chain or a
-            prompt). At most 64 rows a request.
-        positions: [R] int32 of all rows, for a window over a tree; None = past + i.
+        words: [R] int64, bit j = the row sees its request's j-th key behind the past ones, itself
+            included; 0 = it sees all of them up to itself, as in a chain or a prompt, which None
+            says of all rows. A request with other words has at most 64 such keys.
+        positions: [B,M] int32 of the keys behind the past ones (M bounds grown + num_rows), for a
+            window over a tree; None = in their order.
         window: positions that a row sees, its own included; None = all.
         sinks: [nq], a score of every head that takes weight and gives nothing (gpt-oss).
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
@@ -44,18 +46,21 @@ def tree_attention(
         segments.first_row.tolist(), segments.num_rows.tolist(), segments.past.tolist(), strict=True
     )
     for b, (first, count, past) in enumerate(spans):
-        rows, length = slice(first, first + count), past + count
+        rows, grown = slice(first, first + count), segments.grown + count
+        length = past + grown
         order = torch.arange(length, device=q.device)
         page = segments.pages[b].long()[order // segments.page_size]
         slots = page * segments.page_size + order % segments.page_size
-        own = torch.arange(count, device=q.device)
-        at = past + own if positions is None else positions[rows].long()
-        causal = own[:, None] >= own
-        sees = causal if words is None else (words[rows, None] >> own & 1).bool()
+        own = torch.arange(grown, device=q.device)
+        at = past + own if positions is None else positions[b, :grown].long()
+        sees = own[segments.grown :, None] >= own
+        if words is not None:
+            word = words[rows, None]
+            sees = torch.where(word == 0, sees, (word >> own.clamp(max=63) & 1).bool())
         sees = torch.cat([sees.new_ones(count, past), sees], 1)
         if window is not None:
             key_at = torch.cat([order[:past], at])
-            sees = sees & (at[:, None] - key_at < window)
+            sees = sees & (at[segments.grown :, None] - key_at < window)
         k = keys[:, slots].to(wide).repeat_interleave(groups, 0)
         v = values[:, slots].to(wide).repeat_interleave(groups, 0)
         scores = q[rows].transpose(0, 1).to(wide) @ k.transpose(1, 2) * scale

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle3_core import UserError
 from eagle3_serve.ops.language import operand, rounded
-from eagle3_serve.ops.tree_attention import MAX_BRANCH_ROWS, Segments
+from eagle3_serve.ops.tree_attention import Segments
 
 _PIECE = 512  # keys of a program
 
@@ -35,7 +35,9 @@ def attention_pieces_kernel(
     head_stride,
     slot_stride,
     pages_stride,
+    positions_stride,
     total_rows,
+    grown,
     scale,
     window,
     softcap,
@@ -61,8 +63,10 @@ def attention_pieces_kernel(
     num_rows = tl.load(num_rows_ptr + request)
     past = tl.load(past_ptr + request)
     first_row = tl.load(first_row_ptr + request)
+    length = past + grown + num_rows
     member = tl.arange(0, BLOCK_M)  # row of the request, and head of the group
     own = block * BLOCK_R + member // GROUPS
+    place_own = grown + own  # among the keys behind the past ones
     is_row = (member < BLOCK_R * GROUPS) & (own < num_rows)
     row = (first_row + own).to(tl.int64)
     q_head = head * GROUPS + member % GROUPS
@@ -75,23 +79,25 @@ def attention_pieces_kernel(
     )
     if HAS_WORDS:
         word = tl.load(words_ptr + row, mask=is_row, other=0)
-    position = past + own
+    position = past + place_own
     if HAS_POSITIONS:
-        position = tl.load(positions_ptr + row, mask=is_row, other=0)
+        positions_ptr += request.to(tl.int64) * positions_stride
+        position = tl.load(positions_ptr + place_own, mask=is_row, other=0)
 
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # A chain's rows see nothing behind the block's last one.
-    end = past + num_rows
+    end = length
     if not HAS_WORDS:
-        end = tl.minimum(end, past + (block + 1) * BLOCK_R)
+        end = tl.minimum(end, past + grown + (block + 1) * BLOCK_R)
     end = tl.minimum(end, (piece + 1) * PIECE)
     begin = piece * PIECE
     if HAS_WINDOW and not HAS_POSITIONS:
-        reach = past + block * BLOCK_R - window + 1
+        reach = past + grown + block * BLOCK_R - window + 1
         begin = tl.maximum(begin, reach // BLOCK_N * BLOCK_N)
-    if block * BLOCK_R < num_rows:
+    # The merge reads no piece behind a request's last key.
+    if (block * BLOCK_R < num_rows) & (piece * PIECE < length):
         for start in range(begin, end, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             has_key = key < end
@@ -106,20 +112,19 @@ def attention_pieces_kernel(
             if HAS_SOFTCAP:
                 # tanh by exp, which saturates cleanly on both sides.
                 score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score / softcap)))
-            new = key - past  # which row of this pass the key belongs to, if any
+            new = key - past  # which of the keys behind the past ones, if any
+            sees = new[None, :] <= place_own[:, None]
             if HAS_WORDS:
-                bit = (word[:, None] >> tl.maximum(new, 0)[None, :].to(tl.int64)) & 1
-                sees = (new[None, :] < 0) | (bit != 0)
-            else:
-                sees = new[None, :] <= own[:, None]
+                shift = tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+                bit = (word[:, None] >> shift[None, :]) & 1
+                ancestor = (new[None, :] < 0) | (bit != 0)
+                sees = tl.where(word[:, None] == 0, sees, ancestor)
             if HAS_WINDOW:
                 key_position = key
                 if HAS_POSITIONS:
                     branch = has_key & (new >= 0)
                     key_position = tl.where(
-                        branch,
-                        tl.load(positions_ptr + first_row + new, mask=branch, other=0),
-                        key,
+                        branch, tl.load(positions_ptr + new, mask=branch, other=0), key
                     )
                 sees = sees & (position[:, None] - key_position[None, :] < window)
             score = tl.where(sees & has_key[None, :], score, float("-inf"))
@@ -152,16 +157,30 @@ def attention_merge_kernel(
     sum_ptr,
     sinks_ptr,
     out_ptr,
+    first_row_ptr,
+    num_rows_ptr,
+    past_ptr,
+    batch,
     total_rows,
+    grown,
     heads,
-    pieces,
     HAS_SINKS: tl.constexpr,
     SIZE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """One program a row and query head; pieces are added in order."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    # A row of no request has no keys, and so no pieces.
+    request = tl.arange(0, BLOCK_B)
+    first = tl.load(first_row_ptr + request, mask=request < batch, other=0)
+    count = tl.load(num_rows_ptr + request, mask=request < batch, other=0)
+    past = tl.load(past_ptr + request, mask=request < batch, other=0)
+    is_own = (row >= first) & (row < first + count)
+    length = tl.sum(tl.where(is_own, past + grown + count, 0), axis=0)
+    pieces = (length + PIECE - 1) // PIECE
     dim = tl.arange(0, BLOCK_D)
     has_dim = dim < SIZE
     top = float("-inf")
@@ -201,32 +220,26 @@ def tree_attention(
     """As the reference: two launches; weights are rounded to the values' dtype before the product.
 
     Raises:
-        UserError: heads above 256, or more rows in a tree than a word has bits.
+        UserError: heads above 256.
     """
     rows, heads, size = q.shape
     kv_heads = len(keys)
     if size > 256:
         raise UserError(f"head_dim is {size}, the Triton attention takes up to 256")
-    if words is not None and segments.max_rows > MAX_BRANCH_ROWS:
-        raise UserError(
-            f"num_verify_tokens is {segments.max_rows}, the Triton attention takes trees of up to "
-            f"{MAX_BRANCH_ROWS} rows"
-        )
     assert keys.stride() == values.stride()
     assert keys.stride(2) == 1
     groups = heads // kv_heads
     pieces = triton.cdiv(segments.max_length, _PIECE)
-    shape = pieces, rows, heads
-    # A piece that has nothing for a row leaves these as they are.
-    largest = torch.full(shape, -torch.inf, device=q.device)
-    sums = torch.zeros(shape, device=q.device)
-    mixed = torch.zeros(*shape, size, device=q.device)
+    largest = torch.empty(pieces, rows, heads, device=q.device)
+    sums = torch.empty_like(largest)
+    mixed = torch.empty(*largest.shape, size, device=q.device)
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
     if not rows:
         return out
     block_r = min(16, triton.next_power_of_2(segments.max_rows))
     block_d = triton.next_power_of_2(size)
-    grid = len(segments.past), triton.cdiv(segments.max_rows, block_r), pieces * kv_heads
+    batch = len(segments.past)
+    grid = batch, triton.cdiv(segments.max_rows, block_r), pieces * kv_heads
     attention_pieces_kernel[grid](
         q,
         keys,
@@ -244,7 +257,9 @@ def tree_attention(
         keys.stride(0),
         keys.stride(1),
         segments.pages.stride(0),
+        0 if positions is None else positions.stride(0),
         rows,
+        segments.grown,
         float(scale),
         0 if window is None else window,
         0.0 if softcap is None else float(softcap),
@@ -270,11 +285,17 @@ def tree_attention(
         sums,
         sinks,
         out,
+        segments.first_row,
+        segments.num_rows,
+        segments.past,
+        batch,
         rows,
+        segments.grown,
         heads,
-        pieces,
         HAS_SINKS=sinks is not None,
         SIZE=size,
+        BLOCK_B=triton.next_power_of_2(batch),
+        PIECE=_PIECE,
         BLOCK_D=max(16, block_d),
         num_warps=1 if size <= 128 else 2,
     )
