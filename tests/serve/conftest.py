@@ -23,6 +23,7 @@ import pytest
 import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from triton.runtime import interpreter
 
 from eagle3_core import CacheContext, DraftConfig, Eagle3Draft, save_draft
 from eagle3_core.target import Target, capture_boundaries, capture_final
@@ -143,6 +144,25 @@ class RandomPairs:
     draft: Callable[..., Eagle3Draft]
     fit: Callable[..., None]
     greedy: Callable[..., list[int]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Triton makes its language interpretable for every call of a jitted function; once will do.
+
+    That is two thirds of a kernel's time in the interpreter (triton 3.6 to 3.9). A launch does it
+    for its own module, and undoes it; the functions it calls only have to be seen to once.
+    """
+    seen: set[int] = set()
+
+    def call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        module = id(self.fn.__globals__)
+        if module not in seen:
+            interpreter._patch_lang(self.fn)
+            seen.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,17 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a round; what decoding leaves of it goes to prompts (default: %(default)s)",
     )
     parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:N (default: a GPU if there is one)",
+    )
+    parser.add_argument(
+        "--ops",
+        choices=("auto", "reference", "triton"),
+        default="auto",
+        help="what runs the layers: torch (reference) or Triton kernels (default: triton on a GPU)",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="in bfloat16 too, the same text whatever runs beside it; on a CPU, a little slower",

@@ -33,6 +33,7 @@ _LIMITS = (
     "kv_cache_gib",
     "page_size",
     "max_num_batched_tokens",
+    "ops",
     "exact",
 )
 _STDERR = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -132,12 +133,13 @@ def _load(args: argparse.Namespace, **limits: Any) -> tuple[Target, Engine]:
     config = EngineConfig(**shape, **limits)
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, args.dtype)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with _STDERR.status("loading"):
-        target = load_target(args.target, dtype)
+        target = load_target(args.target, dtype, device)
         draft = None
         if args.draft is not None:
             loaded = load_draft(args.draft, target, dtype=dtype)
-            draft = loaded.draft.eval().requires_grad_(False)
+            draft = loaded.draft.to(device).eval().requires_grad_(False)
             for warning in loaded.report.warnings:
                 _STDERR.print(f"warning: {warning}")
         return target, Engine(target, draft, config)

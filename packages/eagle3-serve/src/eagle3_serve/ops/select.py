@@ -1,9 +1,7 @@
-"""Which implementation of an op runs: said by name, or chosen once for a device and logged."""
+"""Which implementation of the ops runs: said by name, or chosen for a device and logged once."""
 
 import logging
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -42,13 +40,3 @@ def _is_interpreted() -> bool:
     from triton import knobs  # noqa: PLC0415
 
     return bool(knobs.runtime.interpret)
-
-
-def load(op: str, implementation: Implementation, device: torch.device) -> Callable[..., Any]:
-    """The function of `eagle3_serve.ops.<op>` for a device.
-
-    Raises:
-        UserError: see `resolve`.
-    """
-    chosen = resolve(implementation, device)
-    return getattr(import_module(f"eagle3_serve.ops.{op}.{chosen}"), op)
