@@ -1,12 +1,13 @@
 """What an engine is told once, at start."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from eagle3_core import UserError
 from eagle3_core.tree import TreeShape
+from eagle3_serve.ops.select import Implementation
 
 ACCEPTANCES = ("coupled", "block")
-OPS = ("auto", "reference", "triton")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class EngineConfig:
     max_batch_size: int = 8  # requests in one round; the others wait
     max_model_len: int | None = None  # prompt and answer together; None = what the target can do
     kv_cache_gib: float = 4.0  # bound on the keys and values of target and draft together
-    ops: str = "auto"  # "triton" or "reference"; auto is triton on a GPU
+    ops: Implementation = "auto"  # "triton" or "reference"; auto is triton on a GPU
     exact: bool = False  # the same bits for a row whatever runs beside it, in bf16 too
     page_size: int = 16  # tokens; the unit in which memory is given out and prefixes are shared
     max_num_batched_tokens: int = 512  # of a round; what decoding leaves of it goes to prompts
@@ -46,8 +47,9 @@ class EngineConfig:
         self._check_shape()
         if self.acceptance not in ACCEPTANCES:
             raise UserError(f"acceptance is {self.acceptance!r}, expected one of {ACCEPTANCES}")
-        if self.ops not in OPS:
-            raise UserError(f"ops is {self.ops!r}, expected one of {OPS}")
+        implementations = get_args(Implementation)
+        if self.ops not in implementations:
+            raise UserError(f"ops is {self.ops!r}, expected one of {implementations}")
         if self.acceptance == "block" and self.topk > 1:
             raise UserError(
                 f"acceptance is 'block' with topk {self.topk}: block verification is for chains; "

@@ -58,8 +58,8 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         assert isinstance(context, PagedContext)
         how = Attention(q.shape[-1] ** -0.5, context.sliding_window)
-        rows = (x[0].transpose(0, 1) for x in (q, k, v))
-        mixed = context.attend_unrotated(layer, *rows, cos[0], sin[0], how)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        mixed = context.attend_unrotated(layer, q, k, v, cos[0], sin[0], how)
         return mixed.transpose(0, 1)[None]
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

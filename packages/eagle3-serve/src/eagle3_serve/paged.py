@@ -89,8 +89,11 @@ def rows_of(segments: Sequence[Segment]) -> Rows:
     slots = written_slots(segments)
     if isinstance(slots, slice):
         slots = torch.arange(slots.start, slots.stop, device=first.device)
+    first_row, num_rows, past = held[:, :3].T.contiguous()
     layout = Segments(
-        *held[:, :3].T.contiguous(),
+        first_row,
+        num_rows,
+        past,
         held[:, 3:],
         first.table.page_size,
         max_rows=max(s.num_rows for s in segments),
